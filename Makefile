@@ -57,11 +57,11 @@ gpu:
 # Sanitizers watch the CPU library, built in a copy of the tree: all its tests, or a short fuzz; and the
 # first, for races too, CUDA's kernels on the host.
 sanitize: FLAGS := -fsanitize=address,undefined -fno-sanitize-recover=undefined -g1
-sanitize: TESTS := attention statistics memory coverage copying span local recurrent search linear misfits
-sanitize: CHOICE := (cpu or linear or bfloat16) and not compile and not export and not opcheck or misfits
+sanitize: TESTS := attention statistics memory coverage copying span local recurrent search linear invalid_calls
+sanitize: CHOICE := (cpu or linear or bfloat16) and not compile and not export and not opcheck or invalid_calls
 sanitize-fuzz: FLAGS := -fsanitize=address -O1
-sanitize-fuzz: TESTS := attention statistics coverage copying span recurrent search linear misfits
-sanitize-fuzz: CHOICE := fuzz and (cpu-0 or linear) or compiled and misfits or test_misfits and cpu
+sanitize-fuzz: TESTS := attention statistics coverage copying span recurrent search linear invalid_calls
+sanitize-fuzz: CHOICE := fuzz and (cpu-0 or linear) or compiled and invalid_calls or test_invalid_calls and cpu
 sanitize sanitize-fuzz: .venv/installed
 	rm -rf build/$@ && mkdir -p build/$@
 	cp -r attnfast csrc kernels tests setup.py pyproject.toml README.md LICENSE MANIFEST.in build/$@

@@ -16,7 +16,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from race import eager, timed
+from compare import eager, timed
 from table import Case, attend, inputs
 from tqdm import tqdm
 

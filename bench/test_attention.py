@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 import table
 import torch
-from race import DECODERS, DEVICE, DIRECTIONS, eager, fused, race, roofline, timed
+from compare import DECODERS, DEVICE, DIRECTIONS, compare, eager, fused, roofline, timed
 from table import Case, attend, inputs
 from torch.nn.attention.flex_attention import flex_attention
 
@@ -127,7 +127,7 @@ def measure(benchmark, case: Case, shape: str, direction: str, ways: dict) -> No
     upstream = grad if direction != "forward" else None
     calls = {name: call(way, args, upstream) for name, way in ways.items()}
     sizes = (case.B, case.Tq, case.Tk, case.A, case.Dv)
-    race(benchmark, benchmark.group, shape, sizes, direction, calls)
+    compare(benchmark, benchmark.group, shape, sizes, direction, calls)
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
@@ -186,7 +186,7 @@ def test_statistics(benchmark, score, shape):
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
     sizes = (case.B, case.Tq, case.Tk, case.A, case.Dv)
     calls = {name: timed(way) for name, way in ways.items()}
-    race(benchmark, f"{score}, statistics of rows", shape, sizes, "forward", calls)
+    compare(benchmark, f"{score}, statistics of rows", shape, sizes, "forward", calls)
 
 
 def recurrent(step_of):

@@ -8,8 +8,8 @@ import copy
 
 import pytest
 import torch
+from compare import DEVICE, compare
 from peers import eager, eager_dot
-from race import DEVICE, race
 from torch import Tensor, nn
 
 from attnfast._utils.benchmark import memory_of
@@ -105,6 +105,6 @@ def test_training_step(benchmark, kind, shape):
     torch.testing.assert_close(*values, rtol=1e-5, atol=1e-5)
     calls = {name: run for name, (run, _) in ways.items()}
     direction = "forward + backward"
-    race(benchmark, f"captioning, {kind}", shape, SHAPES[shape], direction, calls)
+    compare(benchmark, f"captioning, {kind}", shape, SHAPES[shape], direction, calls)
     benchmark.extra_info["size_names"] = "B, channels, rows, columns, H, A, E, V, words"
     benchmark.extra_info["kept"] = {name: memory_of(loss)[1] for name, (_, loss) in ways.items()}

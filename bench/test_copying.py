@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from race import DEVICE, DIRECTIONS, fused, race, timed
+from compare import DEVICE, DIRECTIONS, compare, fused, timed
 
 import attnfast
 
@@ -68,4 +68,4 @@ def test_copying(benchmark, form, shape, direction):
     benchmark.group = f"copying, {form}"
     benchmark.extra_info["size_names"] = "B, Tq, Tk, V, X"
     calls = {name: call(way) for name, way in ways.items()}
-    race(benchmark, benchmark.group, shape, SHAPES[shape], direction, calls)
+    compare(benchmark, benchmark.group, shape, SHAPES[shape], direction, calls)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from race import DEVICE, DIRECTIONS, fused, race, timed
+from compare import DEVICE, DIRECTIONS, compare, fused, timed
 
 import attnfast
 
@@ -78,7 +78,7 @@ def measure(benchmark, shape, sizes, direction, ways, args) -> None:
                 allowed = max(1e-5, 2 * float((plain - want).abs().max()))
                 assert float((got - want).abs().max()) <= allowed
     calls = {name: call(way) for name, way in ways.items()}
-    race(benchmark, benchmark.group, shape, sizes, direction, calls)
+    compare(benchmark, benchmark.group, shape, sizes, direction, calls)
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)

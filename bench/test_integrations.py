@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from integrations import common, doubles
-from race import DEVICE, race, timed
+from compare import DEVICE, compare, timed
+from integrations import common, reference_projects
 
 import attnfast
 from attnfast._utils.benchmark import memory_of
@@ -95,7 +95,7 @@ def speechbrain_step(m, source, state, past):
 
 
 def tacotron(D):
-    return doubles.Tacotron2Attention(D, D, 128, 32, 31)
+    return reference_projects.Tacotron2Attention(D, D, 128, 32, 31)
 
 
 def tacotron_step(m, source, state, past):
@@ -124,8 +124,8 @@ def coqui_step(m, source, state, past):
 
 
 def pointer(D):
-    doubles.config.hidden_dim = D // 2
-    return doubles.PointerAttention()
+    reference_projects.config.hidden_dim = D // 2
+    return reference_projects.PointerAttention()
 
 
 def pointer_step(m, source, state, past):
@@ -166,12 +166,12 @@ def words(states):
 
 
 def tutorial_target(m, source, states):
-    doubles.MAX_LENGTH = states.shape[1]
+    reference_projects.MAX_LENGTH = states.shape[1]
     return m(source, states[:, 0].unsqueeze(0), words(states))[0]
 
 
 def d2l_decoder(D):
-    return doubles.Seq2SeqAttentionDecoder(d2l(D), WORDS, D, D)
+    return reference_projects.Seq2SeqAttentionDecoder(d2l(D), WORDS, D, D)
 
 
 def d2l_target(m, source, states):
@@ -198,27 +198,27 @@ CASES = {
         (32, 200, 200, 512), onmt("mlp"), lambda m, h, q: m(q, h)[0], True, onmt_parts
     ),
     "GNMT normalised": Case(
-        TEXT, lambda D: doubles.GNMTAttention(D, D, D, True, True), lambda m, h, q: m(q, h)[0],
-        True, gnmt_parts,
+        TEXT, lambda D: reference_projects.GNMTAttention(D, D, D, True, True),
+        lambda m, h, q: m(q, h)[0], True, gnmt_parts,
     ),
     "d2l additive": Case(TEXT, d2l, lambda m, h, q: m(q, h, h, None), True),
     "OpenNMT mlp, steps": Case(TEXT, onmt("mlp"), lambda m, h, q, _: m(q, h)),
     "OpenNMT general, steps": Case(TEXT, onmt("general"), lambda m, h, q, _: m(q, h)),
     "joeynmt Bahdanau": Case(TEXT, joeynmt, joeynmt_step),
     "translation tutorial": Case(
-        TEXT, lambda D: doubles.BahdanauAttention(D),
+        TEXT, lambda D: reference_projects.BahdanauAttention(D),
         lambda m, h, q, _: (m(q.unsqueeze(1), h)[0].squeeze(1), 0),
     ),
     "bentrevett": Case(
-        TEXT, lambda D: doubles.bentrevett("2024", False, D, D),
+        TEXT, lambda D: reference_projects.bentrevett("2024", False, D, D),
         weights_alone(lambda m, source, state: m(state, source)),
     ),
     "fairseq": Case(
-        SPEECH, lambda D: doubles.AttentionLayer(D, D, D),
+        SPEECH, lambda D: reference_projects.AttentionLayer(D, D, D),
         lambda m, h, q, past: m(q, h.transpose(0, 1), None),
     ),
     "sgrvinod": Case(
-        (32, 20, 196, 512), lambda D: doubles.CaptionAttention(D, D, D),
+        (32, 20, 196, 512), lambda D: reference_projects.CaptionAttention(D, D, D),
         lambda m, h, q, _: m(h, q),
     ),
     "ESPnet AttDot": Case(SPEECH, espnet("AttDot"), espnet_step),
@@ -240,10 +240,10 @@ CASES = {
     "d2l decoder": Case(TARGET, d2l_decoder, d2l_target, True),
     "d2l decoder, short": Case(SHORT, d2l_decoder, d2l_target, True),
     "translation tutorial's decoder": Case(
-        TARGET, lambda D: doubles.AttnDecoderRNN(D, WORDS, 0.0), tutorial_target, True
+        TARGET, lambda D: reference_projects.AttnDecoderRNN(D, WORDS, 0.0), tutorial_target, True
     ),
     "translation tutorial's decoder, short": Case(
-        SHORT, lambda D: doubles.AttnDecoderRNN(D, WORDS, 0.0), tutorial_target, True
+        SHORT, lambda D: reference_projects.AttnDecoderRNN(D, WORDS, 0.0), tutorial_target, True
     ),
     "OpenNMT input feeding": Case(TARGET, onmt_decoder, onmt_target, True),
     "OpenNMT input feeding, short": Case(SHORT, onmt_decoder, onmt_target, True),
@@ -290,5 +290,5 @@ def test_integration(benchmark, name):
     if case.parts is not None:
         calls["its parts"] = run(served, case.parts)
     how = "a whole target at once" if case.whole else "step by step"
-    race(benchmark, how, name, case.sizes, "forward + backward", calls)
+    compare(benchmark, how, name, case.sizes, "forward + backward", calls)
     benchmark.extra_info.update(size_names="B, T, S, D", kept=kept)

@@ -7,8 +7,8 @@ from unittest import mock
 
 import pytest
 import torch
+from compare import DEVICE, DIRECTIONS, compare, timed
 from peers import alike, eager, eager_with_history, loop
-from race import DEVICE, DIRECTIONS, race, timed
 from torch import Tensor, nn
 
 from attnfast._utils.benchmark import memory_of
@@ -69,7 +69,7 @@ def test_recurrent(benchmark, kind, recurrence, shape, direction):
     leaves[f"nn.{kind} without attention"] = list(plain.parameters()) if wanted else None
     calls = {name: timed(way, leaves[name], grad) for name, way in ways.items()}
     alike([calls[name] for name in list(ways)[:3]])
-    race(benchmark, f"{kind}, {recurrence}", shape, SHAPES[shape], direction, calls)
+    compare(benchmark, f"{kind}, {recurrence}", shape, SHAPES[shape], direction, calls)
     benchmark.extra_info["size_names"] = "B, T, Tk, E, H, A"
     if wanted:
         kept = {name: memory_of(way)[1] for name, way in ways.items()}
@@ -117,7 +117,7 @@ def test_stack(benchmark, shape, direction):
     leaves = [source, *layer.parameters()] if direction != "forward" else None
     calls = {name: timed(way, leaves, grad) for name, way in ways.items()}
     alike(calls.values())
-    race(benchmark, "LSTM, two layers, input_feeding", shape, SHAPES[shape], direction, calls)
+    compare(benchmark, "LSTM, two layers, input_feeding", shape, SHAPES[shape], direction, calls)
     benchmark.extra_info["size_names"] = "B, T, Tk, E, H, A"
 
 
@@ -142,7 +142,7 @@ def test_bfloat16(benchmark, shape, direction):
         calls[name] = timed(run, leaves, grad.to(dtype))
     half, whole = (call()[0].detach().float() for call in calls.values())
     assert float((half - whole).abs().max()) < 0.05
-    race(benchmark, "GRU, bfloat16", shape, SHAPES[shape], direction, calls)
+    compare(benchmark, "GRU, bfloat16", shape, SHAPES[shape], direction, calls)
     benchmark.extra_info["size_names"] = "B, T, Tk, E, H, A"
 
 
@@ -180,5 +180,5 @@ def test_with_a_history(benchmark, kind, shape, direction):
     leaves = [source, *layer.parameters()] if direction != "forward" else None
     calls = {name: timed(way, leaves, grad) for name, way in ways.items()}
     alike(calls.values())
-    race(benchmark, f"GRU, {kind}", shape, SHAPES[shape], direction, calls)
+    compare(benchmark, f"GRU, {kind}", shape, SHAPES[shape], direction, calls)
     benchmark.extra_info["size_names"] = "B, T, Tk, E, H, A"

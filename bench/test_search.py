@@ -7,7 +7,7 @@ as it may be: twice its source and ten words.
 
 import pytest
 import torch
-from race import DEVICE, race
+from compare import DEVICE, compare
 
 from attnfast.models import Config, build, greedy_search, search
 
@@ -49,5 +49,5 @@ def test_greedy_search(benchmark, kind, shape, monkeypatch):
     first, *others = (call() for call in calls.values())
     assert all(x == first for x in others)
     assert max(len(x) for x in first) == 2 * Tk + 9
-    race(benchmark, f"greedy search, {kind}", shape, (B, Tk, V), "forward", calls)
+    compare(benchmark, f"greedy search, {kind}", shape, (B, Tk, V), "forward", calls)
     benchmark.extra_info["size_names"] = "B, Tk, V"

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from race import DEVICE, DIRECTIONS, race, timed
+from compare import DEVICE, DIRECTIONS, compare, timed
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import attnfast
@@ -115,7 +115,7 @@ def test_spans(benchmark, score, T, direction):
     keys = {name: SPANS[name].columns(T) if name in SPANS else T for name in ways}
     benchmark.extra_info["keys"] = keys
     calls = {name: timed(lambda way=way: way(*args), leaves) for name, way in ways.items()}
-    race(benchmark, f"spans, {score} score", f"T = {T}", (1, T, T, A, A), direction, calls)
+    compare(benchmark, f"spans, {score} score", f"T = {T}", (1, T, T, A, A), direction, calls)
     benchmark.extra_info["backend"] = select_backend(None, DEVICE, torch.float32)
 
 
@@ -163,4 +163,4 @@ def test_patterns(benchmark, direction):
     benchmark.group = "patterns"
     leaves = args if grad else None
     calls = {name: timed(lambda way=way: way(*args), leaves) for name, way in ways.items()}
-    race(benchmark, "patterns of heads", f"T = {T}", PATTERNS, direction, calls)
+    compare(benchmark, "patterns of heads", f"T = {T}", PATTERNS, direction, calls)

@@ -8,8 +8,8 @@ import copy
 
 import pytest
 import torch
+from compare import DEVICE, compare
 from peers import eager, eager_dot, eager_with_history
-from race import DEVICE, race
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
@@ -108,7 +108,7 @@ def test_training_step(benchmark, kind, shape):
     torch.testing.assert_close(*values, rtol=1e-5, atol=1e-5)
     calls = {name: run for name, (run, _) in ways.items()}
     direction = "forward + backward"
-    race(benchmark, f"training step, {kind}", shape, SHAPES[shape], direction, calls)
+    compare(benchmark, f"training step, {kind}", shape, SHAPES[shape], direction, calls)
     benchmark.extra_info["size_names"] = "B, T, features, H, layers, letters"
     benchmark.extra_info["kept"] = {name: memory_of(loss)[1] for name, (_, loss) in ways.items()}
 
@@ -136,6 +136,6 @@ def test_long_recording(benchmark, seconds):
         calls[name], loss = step(model, batch, weight)
         kept[name] = memory_of(loss)[1]
     sizes = (1, frames, 40, H, 2, letters)
-    race(benchmark, "long recording", f"{seconds:g} s", sizes, "forward + backward", calls)
+    compare(benchmark, "long recording", f"{seconds:g} s", sizes, "forward + backward", calls)
     benchmark.extra_info["size_names"] = "B, T, features, H, layers, letters"
     benchmark.extra_info["kept"] = kept

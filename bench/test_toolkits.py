@@ -6,7 +6,7 @@ with attnfast: `make integrations` installs what their attention needs.
 
 import pytest
 import torch
-from race import DECODERS, DEVICE, DIRECTIONS, race, timed
+from compare import DECODERS, DEVICE, DIRECTIONS, compare, timed
 
 from attnfast.nn import BahdanauAttention
 
@@ -92,4 +92,4 @@ def test_toolkit(benchmark, toolkit, shape, direction):
         torch.testing.assert_close(
             got.detach(), want.detach().view_as(got), rtol=0, atol=1e-4 * scale
         )
-    race(benchmark, f"beside {toolkit.__name__}", shape, DECODERS[shape], direction, calls)
+    compare(benchmark, f"beside {toolkit.__name__}", shape, DECODERS[shape], direction, calls)

@@ -5,7 +5,7 @@ The choice is exact: before it is timed, all contenders must have the same keys.
 
 import pytest
 import torch
-from race import DEVICE, race
+from compare import DEVICE, compare
 
 from attnfast.nn import LuongAttention, TopKAttention
 
@@ -38,5 +38,5 @@ def test_the_best_of_many_keys(benchmark, keys, rows):
     with torch.no_grad():
         assert best.choose(query, chosen).equal((query @ key.mT).topk(BEST).indices)
         torch.testing.assert_close(best(query, chosen)[0], eager_best())
-        race(benchmark, "top-k", f"{keys}, rows {rows}", (rows, Tk, FEATURES), "forward", calls)
+        compare(benchmark, "top-k", f"{keys}, rows {rows}", (rows, Tk, FEATURES), "forward", calls)
     benchmark.extra_info["size_names"] = "Tq, Tk, A"

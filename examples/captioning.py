@@ -30,6 +30,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+from _experiment import Trial, at_least, by_name, cost_table, learn_all, make_parser, spread
 from scenes import (
     NUMBERS,
     WORDS,
@@ -43,7 +44,6 @@ from scenes import (
 )
 from torch import Tensor, nn
 from torch.nn import functional as F
-from trials import Trial, at_least, by_name, cost_table, learn_all, make_parser, spread
 
 from attnfast._utils.checks import InputError, optional
 from attnfast._utils.progress import Progress

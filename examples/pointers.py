@@ -29,8 +29,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+from _experiment import Trial, at_least, by_name, learn_all, make_parser, spread
 from torch import Tensor, nn
-from trials import Trial, at_least, by_name, learn_all, make_parser, spread
 
 from attnfast._utils.checks import optional
 from attnfast.analysis.plots import draw_pointing

@@ -34,9 +34,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from _experiment import Trial, at_least, by_name, learn_all, make_parser, spread
 from e2e import read
 from torch import Tensor
-from trials import Trial, at_least, by_name, learn_all, make_parser, spread
 
 from attnfast._utils.checks import InputError, optional
 from attnfast.analysis.plots import draw_alignment

@@ -34,8 +34,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from _experiment import Trial, at_least, by_name, cost_table, learn_all, make_parser, spread
 from torch import Tensor, nn
-from trials import Trial, at_least, by_name, cost_table, learn_all, make_parser, spread
 
 from attnfast._utils.checks import InputError, optional
 from attnfast._utils.progress import Progress

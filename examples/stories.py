@@ -30,9 +30,9 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
+from _experiment import Trial, at_least, by_name, learn_all, make_parser, spread
 from torch import Tensor, nn
 from torch.nn import functional as F
-from trials import Trial, at_least, by_name, learn_all, make_parser, spread
 
 from attnfast._utils.checks import InputError, optional
 from attnfast.analysis.plots import draw_hops

@@ -354,7 +354,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
             ("(*x.sentences, x.question) for x in parts", "(*x.sentences, '') for x in parts"),
         ],
     },
-    ("examples/stories.py", "tests/test_trials.py -k stories"): {
+    ("examples/stories.py", "tests/test_experiment.py -k stories"): {
         "Training.__init__": [('"linear_start", "learning_rate"', '"linear_start"')],
         "Training.judge": [("float(each.mean()) if len(each) else None", "float(each.mean())")],
     },
@@ -689,7 +689,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
              "False"),
         ],
     },
-    ("examples/trials.py", "tests/test_trials.py"): {
+    ("examples/_experiment.py", "tests/test_experiment.py"): {
         "at_least.read": [("if not least <= number < 2**31:", "if False:")],
         "Trial.test": [('if self.found.get("asked") != self.asked:', "if not self.found:")],
         "learn_all": [
@@ -709,7 +709,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         ],
         "Once.__call__": [("list(dict.fromkeys(values))", "list(values)")],
     },
-    ("examples/speech.py", "tests/test_trials.py -k 'speech or recordings'"): {
+    ("examples/speech.py", "tests/test_experiment.py -k 'speech or recordings'"): {
         "Digits.__init__": [
             ("if len(samples) < window:", "if False:"),
             ("for content in (name.encode(), samples.numpy().tobytes()):",
@@ -717,7 +717,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         ],
         "Training.__init__": [('"recordings": digits.fingerprint,', "")],
     },
-    ("examples/reading.py", "tests/test_trials.py -k 'reading or descriptions'"): {
+    ("examples/reading.py", "tests/test_experiment.py -k 'reading or descriptions'"): {
         "fingerprint": [("zlib.crc32(repr(asked).encode())", "len(asked)")],
     },
     ("attnfast/speech.py", "tests/test_speech.py"): {
@@ -815,7 +815,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
             ("< share if share else", "< share if True else"),
         ],
     },
-    ("examples/captioning.py", "tests/test_trials.py -k captioning"): {
+    ("examples/captioning.py", "tests/test_experiment.py -k captioning"): {
         "compare": [("if args.captions > 16:", "if False:")],
         "main": [('"--dim", type=at_least(2)', '"--dim", type=count')],
     },
@@ -941,7 +941,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         "is_simple": [("return K > 2 and not any", "return not any")],
         "judge_hull": [("set(got) == set(wanted)", "got == wanted")],
     },
-    ("examples/pointers.py", "tests/test_trials.py -k pointers"): {
+    ("examples/pointers.py", "tests/test_experiment.py -k pointers"): {
         "Training.judge": [("if n <= self.row.largest]", "]")],
     },
     ("attnfast/analysis/diagnostics.py", "tests/test_diagnostics.py"): {
@@ -1249,7 +1249,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
     ("csrc/arguments.h", "tests/test_schemas.py"): {
         "pop_string": [("TORCH_ERROR_CODE_CHECK(torch_delete_string(handle));", "")],
     },
-    ("csrc/launch_coverage.h", "tests/test_misfits.py tests/test_schemas.py"): {
+    ("csrc/launch_coverage.h", "tests/test_invalid_calls.py tests/test_schemas.py"): {
         "ATTNFAST_HISTORY": [
             ("X(Optional, previous, rows, sums, {Tk})", "X(Optional, previous, any)"),
         ],
@@ -1444,7 +1444,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
             ("panel += kPairs * kNarrowPanel", "panel += 2 * kPairs * kNarrowPanel"),
         ],
     },
-    ("csrc/launch_recurrent.h", "tests/test_recurrent.py -k 'cpu and misfits'"): {
+    ("csrc/launch_recurrent.h", "tests/test_recurrent.py -k 'cpu and invalid_calls'"): {
         "LayerChecker": [
             ('needs(given.coverage, given.previous, "previous");', ""),
             ('check(!given.coverage || !given.key_bounds, "key_bounds");', ""),

@@ -10,7 +10,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-import misfits
+import invalid_calls
 import pytest
 import table
 import test_attention
@@ -84,9 +84,11 @@ def test_table(case, host):
     test_attention.judge(case, host)
 
 
-def test_misfits(host):
+def test_invalid_calls(host):
     draw = random.Random(2)
-    assert not all(misfits.judge(misfits.Call(draw), host, only_misfits=True) for _ in range(500))
+    assert not all(
+        invalid_calls.judge(invalid_calls.Call(draw), host, only_invalid=True) for _ in range(500)
+    )
 
 
 @pytest.mark.parametrize("case", test_attention.NEAR_ZERO, ids=test_attention.name)

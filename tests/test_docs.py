@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import table
 import torch
-from integrations import doubles
+from integrations import reference_projects
 from torch import nn
 
 from attnfast.integrations import ADAPTERS
@@ -24,7 +24,9 @@ BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 def model() -> nn.Module:
     """Return what the pages call yours."""
-    return nn.ModuleDict({"decoder": nn.ModuleDict({"attention": doubles.BahdanauAttention(8)})})
+    return nn.ModuleDict(
+        {"decoder": nn.ModuleDict({"attention": reference_projects.BahdanauAttention(8)})}
+    )
 
 
 def blocks(page: Path) -> list[tuple[str, str]]:

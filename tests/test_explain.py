@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from integrations import doubles
+from integrations import reference_projects
 from torch import nn
 
 import attnfast
@@ -220,7 +220,7 @@ def test_a_search(config, change, reason):
 
 
 def test_a_replaced_module():
-    module = doubles.BahdanauAttention(8)
+    module = reference_projects.BahdanauAttention(8)
     attnfast.replace(module)
     query = X[:, :1]
     name = "BahdanauAttention.forward"
@@ -236,12 +236,12 @@ def test_a_replaced_module():
 
 
 def test_a_replaced_decoder():
-    decoder = doubles.AttnDecoderRNN(8, 9)
+    decoder = reference_projects.AttnDecoderRNN(8, 9)
     attnfast.replace(decoder)
     source, hidden = torch.randn(2, 4, 8), torch.randn(1, 2, 8)
     ran, reason = choices(decoder, source, hidden)["AttnDecoderRNN.forward"]
     assert ran == "its own code" and reason.startswith("there is no target, or one of fewer words")
-    target = torch.ones(2, doubles.MAX_LENGTH, dtype=torch.int64)
+    target = torch.ones(2, reference_projects.MAX_LENGTH, dtype=torch.int64)
     with torch.autocast("cpu", torch.bfloat16):
         ran, reason = choices(decoder, source, hidden, target)["AttnDecoderRNN.forward"]
     assert ran == "its own code" and reason.startswith("autocast or forward-mode")

@@ -120,7 +120,7 @@ def refuses(function, arguments):
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("name", ["linear", "linear_backward"])
-def test_misfits(name, change):
+def test_invalid_calls(name, change):
     """What the operator's check refuses the compiled operator refuses, and nothing else."""
     x, weight, bias = (x.detach() for x in arguments((5, 3, 4), torch.float32).values())
     given, overload = (x, weight, bias), LINEAR.forwards["cpu"]

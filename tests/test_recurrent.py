@@ -527,7 +527,7 @@ def test_without_attention_it_is_pytorchs_layer(mode, backend):
         torch.testing.assert_close(layer_code.last_of(x.cpu(), zeros, lengths), y[0])
 
 
-def test_misfits(backend):
+def test_invalid_calls(backend):
     """What the operator's check refuses the compiled operator refuses, and nothing else."""
     served(backend, torch.float32)
     draw, counts = random.Random(0), [0, 0]

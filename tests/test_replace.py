@@ -15,8 +15,8 @@ from unittest import mock
 
 import pytest
 import torch
-from integrations.doubles import Plain
 from integrations.plain import Served, as_plain, inputs, model, register, run, same
+from integrations.reference_projects import Plain
 from torch import nn
 
 import attnfast

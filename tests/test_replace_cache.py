@@ -8,7 +8,8 @@ from unittest import mock
 
 import pytest
 import torch
-from integrations.doubles import (
+from integrations.plain import inputs, model, projections, register, run, same
+from integrations.reference_projects import (
     AdditiveAttention,
     AttentionLayer,
     Attn,
@@ -17,7 +18,6 @@ from integrations.doubles import (
     Plain,
     bentrevett,
 )
-from integrations.plain import inputs, model, projections, register, run, same
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import prune

@@ -9,8 +9,8 @@ from unittest import mock
 
 import pytest
 import torch
-from integrations.doubles import BahdanauAttention, Plain, bentrevett
 from integrations.plain import inputs, register
+from integrations.reference_projects import BahdanauAttention, Plain, bentrevett
 from torch import nn
 from torch.autograd import forward_ad
 from torch.func import functional_call, grad, hessian, jacrev, jvp, vmap

@@ -8,8 +8,8 @@ import functools
 import numpy as np
 import pytest
 import torch
-from integrations.doubles import Attn, BahdanauAttention, bentrevett
 from integrations.plain import projections
+from integrations.reference_projects import Attn, BahdanauAttention, bentrevett
 
 import attnfast
 from attnfast.integrations.cache import TensorSnapshot

@@ -189,7 +189,7 @@ def test_opcheck(backend):
     torch.library.opcheck(SEARCH.forwards[backend], tuple(args))
 
 
-def test_misfits(backend):
+def test_invalid_calls(backend):
     """What the operator's check refuses the compiled operator refuses, and nothing else."""
     served(backend)
     draw, counts = random.Random(0), [0, 0]

@@ -182,7 +182,7 @@ class Adapter:
         short = {c.__qualname__ for c in type(module).__mro__}
         return any(c in (full if "." in c else short) for c in self.classes)
 
-    def misfits(self, module: nn.Module) -> tuple[list[str], list[str]]:
+    def mismatches(self, module: nn.Module) -> tuple[list[str], list[str]]:
         """Return the module's parameters unknown to the adapter, and the missing ones."""
         names = {
             name.rpartition("/")[2]  # Keras prefixes the layers' names
@@ -194,7 +194,7 @@ class Adapter:
 
     def fits(self, module: nn.Module) -> bool:
         """Return whether the module's class and parameter names match the adapter's."""
-        return self.is_named(module) and not any(self.misfits(module))
+        return self.is_named(module) and not any(self.mismatches(module))
 
 
 def arguments(module: nn.Module, name: str = "forward") -> dict[str, inspect.Parameter]:

@@ -51,9 +51,9 @@ def why_unknown(module: nn.Module) -> str:
         return (
             f"its class {cls.__module__}.{cls.__qualname__} is not known; attnfast.register_adapter"
         )
-    adapter = min(named, key=lambda adapter: sum(map(len, adapter.misfits(module))))
+    adapter = min(named, key=lambda adapter: sum(map(len, adapter.mismatches(module))))
     more, missing = (
-        ", ".join(names[:3]) + ", …" * (len(names) > 3) for names in adapter.misfits(module)
+        ", ".join(names[:3]) + ", …" * (len(names) > 3) for names in adapter.mismatches(module)
     )
     said = [f"it has {more}"] * bool(more) + [f"it lacks {missing}"] * bool(missing)
     what = f"its parameters are not known: unlike {adapter.name} {' and '.join(said)}"

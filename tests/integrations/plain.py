@@ -5,7 +5,7 @@ from __future__ import annotations
 from unittest import mock
 
 import torch
-from integrations.doubles import Plain
+from integrations.reference_projects import Plain
 from torch import nn
 
 import attnfast

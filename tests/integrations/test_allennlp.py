@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from integrations.common import compare
-from integrations.doubles import AdditiveAttention
+from integrations.reference_projects import AdditiveAttention
 
 import attnfast
 

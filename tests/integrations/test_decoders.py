@@ -11,9 +11,14 @@ from unittest import mock
 
 import pytest
 import torch
-from integrations import doubles
+from integrations import reference_projects
 from integrations.common import compare, real
-from integrations.doubles import MAX_LENGTH, AttnDecoderRNN, Seq2SeqAttentionDecoder, SOS_token
+from integrations.reference_projects import (
+    MAX_LENGTH,
+    AttnDecoderRNN,
+    Seq2SeqAttentionDecoder,
+    SOS_token,
+)
 from torch import nn
 
 import attnfast
@@ -259,7 +264,7 @@ def test_other_layers_and_scores_are_left_alone():
 
 
 def test_attention_that_is_left_alone():
-    class Attention(doubles.BahdanauAttention):
+    class Attention(reference_projects.BahdanauAttention):
         def forward(self, query, keys):
             return super().forward(query, keys)
 

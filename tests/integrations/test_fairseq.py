@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from integrations.common import compare
-from integrations.doubles import AttentionLayer
+from integrations.reference_projects import AttentionLayer
 
 import attnfast
 

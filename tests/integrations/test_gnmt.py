@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from integrations.common import compare
-from integrations.doubles import GNMTAttention
+from integrations.reference_projects import GNMTAttention
 
 import attnfast
 

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 import torch
-from integrations import doubles
-from integrations.doubles import MAX_LENGTH, SOS_token
+from integrations import reference_projects
+from integrations.reference_projects import MAX_LENGTH, SOS_token
 from integrations.test_decoders import WORDS, d2l, pytestmark, served, tutorial
 from torch import nn
 
@@ -18,7 +18,7 @@ from attnfast.integrations.adapter import LATE, ProbeInputs
 __all__ = ["MAX_LENGTH", "SOS_token", "pytestmark"]  # the tutorial's file has the two names
 
 
-class AttnDecoderRNN(doubles.AttnDecoderRNN):
+class AttnDecoderRNN(reference_projects.AttnDecoderRNN):
     def forward(self, encoder_outputs, encoder_hidden, target_tensor=None):
         return super().forward(encoder_outputs, encoder_hidden, target_tensor)
 
@@ -149,7 +149,7 @@ def test_copies_that_differ_late_are_left_alone(cls):
 @pytest.mark.parametrize("length", [2, 10])
 @pytest.mark.parametrize("cls", SPECIAL)
 def test_each_word_in_the_code_is_probed(cls, length, monkeypatch):
-    for module in (doubles, sys.modules[__name__]):
+    for module in (reference_projects, sys.modules[__name__]):
         monkeypatch.setattr(module, "MAX_LENGTH", length)
     served(cls(8, 1000), left="results differ")
     served(AttnDecoderRNN(8, 1000))
@@ -217,7 +217,7 @@ def test_what_one_call_writes_and_the_next_overwrites():
     assert why is not None and why.startswith("state differ in last after call")
 
 
-class Late(doubles.Seq2SeqAttentionDecoder):
+class Late(reference_projects.Seq2SeqAttentionDecoder):
     def forward(self, X, state):
         outputs, weights = [], []
         for t in range(X.shape[1]):
@@ -250,7 +250,7 @@ def test_long_targets(cls):
 
 
 def test_a_first_word_that_is_not_0_is_probed(monkeypatch):
-    for module in (doubles, sys.modules[__name__]):
+    for module in (reference_projects, sys.modules[__name__]):
         monkeypatch.setattr(module, "SOS_token", 57)
     served(SpecialStart(8, 1000), left="results differ")
 

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from integrations.common import compare, preparations, same_training_step
-from integrations.doubles import PointerAttention, config
+from integrations.reference_projects import PointerAttention, config
 
 import attnfast
 

@@ -7,8 +7,8 @@ import copy
 import pytest
 import torch
 from integrations.common import compare
-from integrations.doubles import CaptionAttention
 from integrations.plain import projections
+from integrations.reference_projects import CaptionAttention
 
 import attnfast
 from attnfast.integrations import attend

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from integrations.common import alone, compare, preparations, same_training_step
-from integrations.doubles import Tacotron2Attention
+from integrations.reference_projects import Tacotron2Attention
 
 import attnfast
 

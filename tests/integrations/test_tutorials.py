@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from integrations.common import compare
-from integrations.doubles import Attn, BahdanauAttention, bentrevett
+from integrations.reference_projects import Attn, BahdanauAttention, bentrevett
 from torch import nn
 
 import attnfast

@@ -3,7 +3,8 @@
 What fits is written down here in other words than the operators', as a pattern for each argument.
 Operators must take what fits and refuse the rest before they compute, as ``CHECKS`` must; but what
 a backend has prepared is for that backend alone to judge.
-``python misfits.py BACKEND COUNT SEED FILE`` judges until COUNT were refused, the last in FILE.
+``python invalid_calls.py BACKEND COUNT SEED FILE`` judges until COUNT were refused, the last in
+FILE.
 """
 
 from __future__ import annotations
@@ -271,7 +272,7 @@ def refusal(function, args) -> str | None:
     return None
 
 
-def judge(call: Call, backend: str, only_misfits: bool = False) -> bool:
+def judge(call: Call, backend: str, only_invalid: bool = False) -> bool:
     """Assert that check and operator take the call if it fits, and else refuse it; say which."""
     fits = call.fits()
     args = [call.args[p] for p in parameters(call.name)]
@@ -280,7 +281,7 @@ def judge(call: Call, backend: str, only_misfits: bool = False) -> bool:
     if call.changed != "prepared":
         said = refusal(CHECKS[call.name], args)
         assert (said is None) == fits, f"fits: {fits}, its check: {said}; {call}"
-    if not (fits and only_misfits):
+    if not (fits and only_invalid):
         said = refusal(getattr(getattr(torch.ops, f"attnfast_{backend}"), call.name), args)
         assert (said is None) == fits, f"fits: {fits}, the operator: {said}; {call}"
     return fits

@@ -7,10 +7,10 @@ import sys
 import wave
 from typing import NamedTuple
 
+import _experiment
 import pytest
 import tiny
 import torch
-import trials
 
 from attnfast._utils.benchmark import Cost, costs
 from attnfast._utils.checks import InputError
@@ -110,7 +110,7 @@ def run(request, tmp_path, capsys, monkeypatch):
     module = importlib.import_module(request.param)
     for name, value in one.module.items():
         monkeypatch.setattr(module, name, value)
-    monkeypatch.setattr(trials, "costs", lambda calls, _: {x: cost(calls[x]) for x in calls})
+    monkeypatch.setattr(_experiment, "costs", lambda calls, _: {x: cost(calls[x]) for x in calls})
     if request.param == "turing":
         for task in ("copy", "recall"):
             few = module.TASKS[task]._replace(tested=module.TASKS[task].tested[:2])
@@ -226,7 +226,7 @@ def of(name):
 def test_the_rows_of_captions(run, monkeypatch):
     """Costs are measured, and what a model is tested on is a part of what is kept."""
     _, module, call = run
-    monkeypatch.setattr(trials, "costs", costs)
+    monkeypatch.setattr(_experiment, "costs", costs)
     names = ["soft", "soft, doubly stochastic"]
     table = call("out", "--rows", *names)[1].splitlines()
     rows = [x.split(" | ")[0].strip("| ") for x in table]
@@ -340,7 +340,7 @@ def test_a_trial_that_another_has_kept(tmp_path):
     def trial(size=2, **like):
         part = {"part": torch.nn.Linear(size, 2)}
         options = trainer.Options(seed=3)
-        return trials.Trial(tmp_path, ["a, b", "c"], like, {}, part, 1, options)
+        return _experiment.Trial(tmp_path, ["a, b", "c"], like, {}, part, 1, options)
 
     one = trial(dim=2, steps=3, seed=1)
     assert one.path == tmp_path / "a-b-c-3.pt" and one.title == "a, b, c, seed 3"
@@ -365,7 +365,7 @@ def test_a_trial_that_another_has_kept(tmp_path):
 
 @pytest.mark.parametrize("rate", [1e-3, 1e308])
 def test_what_is_not_finite_is_not_kept(tmp_path, rate):
-    class Broken(trials.Trial):
+    class Broken(_experiment.Trial):
         def loss(self, step):
             [total] = (p.sum() for p in self.parameters)
             return (0 * total).sqrt() if rate < 1 and step == 2 else total
@@ -382,7 +382,7 @@ def test_what_is_not_finite_is_not_kept(tmp_path, rate):
 
 
 def test_pictures_are_of_the_first_seed(tmp_path, capsys):
-    class Drawn(trials.Trial):
+    class Drawn(_experiment.Trial):
         def loss(self, step):
             return self.parameters[0].sum()
 
@@ -398,6 +398,6 @@ def test_pictures_are_of_the_first_seed(tmp_path, capsys):
         for i in (1, 2, 3)
     )
     each = lambda done: " ".join(f"{x.names[0]}{x.found['steps']}" for x in done) + "\n"  # noqa: E731
-    trials.learn_all(tmp_path, seeds, each, lambda done: f"{len(done)}\n")
+    _experiment.learn_all(tmp_path, seeds, each, lambda done: f"{len(done)}\n")
     assert capsys.readouterr().out == (tmp_path / "table.md").read_text() == "x1 x1 x1\n\n3\n"
     assert {x.name for x in tmp_path.glob("*.png")} == {"x-1-a.png", "x-1-b.png"}

@@ -1,4 +1,4 @@
-"""What the benchmarks share: shapes of decoders, and a race of contenders in turns."""
+"""What the benchmarks share: shapes of decoders, and a comparison of contenders in turns."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def roofline(special: float, plain: float, moved: int) -> float | None:
     return max(special / (16 * clocks), plain / (lanes * clocks), moved / bandwidth)
 
 
-def race(benchmark, score: str, shape: str, sizes, direction: str, calls: dict) -> None:
+def compare(benchmark, score: str, shape: str, sizes, direction: str, calls: dict) -> None:
     """Time the first of ``calls`` against the others, in turns; a peer that fails is left out."""
     ours, left_out = next(iter(calls)), {}
     for name, run in calls.items():  # compile, fill caches
