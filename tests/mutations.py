@@ -426,7 +426,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         "HistoryAttention.__init__": [("self.activation = activation", "pass")],
         "CoverageAttention.prepare": [
             ("fertility=self.fertility * logits.sigmoid()", "fertility=logits.sigmoid()"),
-            ("logits.masked_fill(~seen", "logits.masked_fill(seen & ~seen"),
+            ("logits.masked_fill(~seen.squeeze(-2)", "logits.masked_fill(seen.squeeze(-2)"),
         ],
         "LocationAwareAttention._terms": [
             ('"coverage" if self.channels == "cumulative" else "previous"', '"previous"'),

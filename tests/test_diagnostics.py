@@ -273,7 +273,7 @@ def test_rows_that_do_not_add_up_to_1_are_judged_by_their_shares():
         whole, less = (function(x, *call, key_indices=keys) for x in (weights, part * weights))
         if function is diag.row_statistics:
             torch.testing.assert_close(less.max_weight, whole.max_weight * part.squeeze(-1))
-            whole, less = whole._replace(largest=0), less._replace(largest=0)
+            whole, less = whole._replace(max_weight=0), less._replace(max_weight=0)
         torch.testing.assert_close(less, whole)
     drift = [
         diag.failures(x, *call, key_indices=keys).sentences["drifting"]

@@ -363,7 +363,10 @@ def none(embedded, lengths):
         (lambda: ex.next_word(translator("none"), WORDS), "model must .*got FixedContext"),
         (lambda: ex.next_word(translator("coverage"), WORDS), "model must .*got CoverageAttention"),
         (lambda: ex.next_word(translator("local"), WORDS), "model must .*got LocalAttention"),
-        (lambda: ex.next_word(translator(copying=True), WORDS), "got BahdanauAttention, copying"),
+        (
+            lambda: ex.next_word(translator(pointer_generator=True), WORDS),
+            "got BahdanauAttention, copying",
+        ),
         (
             lambda: ex.leave_one_out(ex.next_word(translator(), WORDS), torch.zeros(2, 3, 6), L),
             "embedded must be of as many sentences as words, 5, got 2",

@@ -39,7 +39,7 @@ def test_sines_and_cosines(dim):
 
 def test_learned_positions():
     x, positions = states(), LearnedPositions(9, D).double()
-    torch.testing.assert_close(positions(x, first=2) - x, positions.weight[2:9].expand(B, T, D))
+    torch.testing.assert_close(positions(x, offset=2) - x, positions.weight[2:9].expand(B, T, D))
 
 
 def relative():

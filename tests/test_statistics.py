@@ -110,7 +110,7 @@ def test_a_row_of_two_million_keys():
     for query in torch.zeros(1, 1, 1), torch.full((1, 3, 1), 0.5):
         got = attnfast.dot_attention(query, key, key, need_statistics=True, backend="cpu")
         exact = diagnostics.row_statistics((query.double() @ key.double().mT).softmax(-1))
-        for of in ("entropy", "mean", "variance"):
+        for of in ("entropy", "expected_position", "variance"):
             right = getattr(exact, of)
             lost = (getattr(got.statistics, of) - right).abs().amax() / right.amax()
             assert lost < 2e-6, of

@@ -169,7 +169,7 @@ class _Decoder(nn.Module):
 
     def _run(self, inputs: Tensor, state: RecurrentState) -> tuple[Tensor, RecurrentState]:
         """Run the RNN over ``inputs [B, T, ·]``; return its states ``[B, T, D]`` and the last."""
-        shape = -1, *state.hidden.shape[-2:]
+        shape = self.rnn.num_layers, *state.hidden.shape[-2:]
         hx: Any = state.hidden.reshape(shape)
         if state.cell is not None:
             hx = hx, state.cell.reshape(shape)

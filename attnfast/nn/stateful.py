@@ -280,7 +280,7 @@ class CoverageAttention(HistoryAttention):
         logits = self.fertility_proj(states).squeeze(-1)
         seen = memory._whole_mask()
         if seen is not None:  # a sigmoid that underflows in the padding has no reciprocal
-            logits = logits.masked_fill(~seen.reshape(-1, logits.shape[-1]), 0)
+            logits = logits.masked_fill(~seen.squeeze(-2), 0)
         return memory._replace(fertility=self.fertility * logits.sigmoid())
 
     def _terms(self, memory: Memory) -> dict[str, Any]:
