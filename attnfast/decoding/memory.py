@@ -412,10 +412,12 @@ def attend(
             check(memory._call(query, scale, bias=bias))
             check_span(query, memory.key, span, position, sigma, need_weights)
         steady = place is None or (isinstance(place.span, Span) and place.span.stride == 1)
-        if is_recording():
+        recording = is_recording()
+        if recording:
             _record_deferral(query, memory, steady)
         if steady and steps is not None and steps.serve(query, memory._common()):
-            record("attention", steps.backend)  # chosen when the memory was prepared
+            if recording:
+                record("attention", steps.backend)  # chosen when the memory was prepared
             return _attend_once(query, memory, scale, place, need_weights, need_statistics, bias)
         call = memory._call(query, scale, bool(need_weights), need_statistics, bias=bias)
         call = autocast_call(call)
