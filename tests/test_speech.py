@@ -357,6 +357,18 @@ def test_speller_by_hand(frames):
         torch.testing.assert_close(got[:, t], model.output(read))
 
 
+@UNFIT
+def test_every_parameter_learns_from_the_hybrid_loss(frames):
+    model = make().train()
+    words = torch.randint(EOS + 1, VOCAB, (3, 3))
+    start, end = torch.full((3, 1), BOS), torch.full((3, 1), EOS)
+    output = model(frames, LENGTHS, torch.cat([start, words], 1))
+    hybrid_loss(output, torch.cat([words, end], 1), 0.3, 0.1).backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None and parameter.grad.isfinite().all(), name
+        assert parameter.grad.abs().sum() > 0, name
+
+
 @torch.no_grad()
 def test_scheduled_sampling():
     torch.manual_seed(0)
