@@ -1,4 +1,4 @@
-"""What the benchmarks share: shapes of decoders, and a comparison of contenders in turns."""
+"""Shapes of decoders, and timings of several implementations that take turns."""
 
 from __future__ import annotations
 

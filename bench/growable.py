@@ -39,7 +39,7 @@ def by_cat(step):
     return run
 
 
-def anew(query, key, value, score_vector):
+def prepare_again(query, key, value, score_vector):
     return attend(query, prepare(key, value, score_vector)).context
 
 
@@ -58,7 +58,12 @@ def at_once(query, key, value, score_vector, order=None):
     return additive_attention(query, key, value, score_vector, span=span).context
 
 
-WAYS = {"growing": growing, "anew": by_cat(anew), "eager": by_cat(eager), "at once": at_once}
+WAYS = {
+    "growing": growing,
+    "prepared again": by_cat(prepare_again),
+    "eager": by_cat(eager),
+    "at once": at_once,
+}
 
 
 def inputs(score, B, kind):

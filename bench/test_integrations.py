@@ -1,9 +1,10 @@
-"""Times other projects' attention as it is and served by attnfast: one module, one set of tensors.
+"""Times other projects' attention as it is and replaced by attnfast: one module, one set of tensors.
 
-`make integrations` installs the projects; what is not there is left out, doubles of the tests stand
-for what is on no package index. A recurrent decoder attends step by step, each state depending on
-the context before it; "whole target" is one call. What is kept for the backward is counted without
-the states, which belong to the caller (a recurrent cell keeps its own), and without the result.
+`make integrations` installs the projects; those that are not installed are left out. Classes of
+tests/integrations/reference_projects.py stand for code that is on no package index. A recurrent
+decoder attends step by step, each state depending on the context before it; "whole target" is one
+call. Memory kept for the backward is counted without the states, which belong to the caller (a
+recurrent cell keeps its own), and without the result.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Attention without history in Triton: five kernels for both scores, forward and backward.
+"""Attention without history in Triton: five kernels for all scores, forward and backward.
 
 The additive score never computes a tanh per (query, key, feature). With E(x) = e^{2x},
 

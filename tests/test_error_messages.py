@@ -1,4 +1,4 @@
-"""What calls say of arguments that tests/wrong_values.py does not try: bounds, sizes and pairs."""
+"""Error messages of arguments that tests/wrong_values.py does not try: bounds, sizes and pairs."""
 
 from types import FunctionType
 

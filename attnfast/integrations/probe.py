@@ -261,8 +261,8 @@ def unsupported_attributes(module: nn.Module, adapter: Adapter) -> str | None:
     own, ours = methods_of(type(module)), methods_of(adapter.implementation)
     parameters = (*adapter.parameters, *adapter.optional)
     known = {*(name.partition(".")[0] for name in parameters), *adapter.known_attributes}
-    beside = vars(sys.modules[adapter.implementation.__module__]).values()
-    helpers = [f for f in beside if isinstance(f, FunctionType)]
+    module_globals = vars(sys.modules[adapter.implementation.__module__]).values()
+    helpers = [f for f in module_globals if isinstance(f, FunctionType)]
     helpers = [f for f in helpers if f.__code__.co_varnames[:1] == ("self",)]
     served = [*chain(*ours.values()), *helpers]
     known = known.union(*(of_self(f) for f in served))
