@@ -1,4 +1,4 @@
-"""Times other projects' attention as it is and replaced by attnfast: one module, one set of tensors.
+"""Times other projects' attention as it is and replaced by attnfast, with the same tensors.
 
 `make integrations` installs the projects; those that are not installed are left out. Classes of
 tests/integrations/reference_projects.py stand for code that is on no package index. A recurrent
