@@ -36,6 +36,7 @@ from attnfast._utils.checks import (
 )
 from attnfast.models._checks import check_lengths
 from attnfast.nn.attention import check_sizes
+from attnfast.ops.arguments import length_mask
 from attnfast.ops.backends import HALF
 from attnfast.ops.operators import accumulation_dtype
 
@@ -267,8 +268,7 @@ class LogMel(nn.Module):
 
 def _cut(features: Tensor, lengths: Tensor) -> Tensor:
     """Return ``features [B, T, F]`` with 0 in padding."""
-    place = torch.arange(features.shape[1], device=features.device)
-    exists = place < lengths.to(features.device).unsqueeze(-1)
+    exists = length_mask(lengths, features.shape[1], features)
     return features.masked_fill(~exists.unsqueeze(-1), 0)
 
 

@@ -41,6 +41,7 @@ from attnfast._utils.checks import (
     raise_value_error,
 )
 from attnfast.losses import check_key_indices, check_weights
+from attnfast.ops.arguments import length_mask
 from attnfast.ops.operators import accumulation_dtype
 from attnfast.ops.span import to_dense
 from attnfast.outputs import RowStatistics
@@ -92,7 +93,7 @@ class _Given:
         self.m = self._lengths("target_lengths", target_lengths, Tq, weights)
         if key_indices is not None and lengths is not None:
             self.Tk = max(self.n.tolist(), default=0)
-        self.rows = torch.arange(Tq, device=weights.device) < self.each(self.m, 1)
+        self.rows = length_mask(self.each(self.m, 0), Tq)
         inside = (self.key_indices >= 0) & (self.key_indices < self.each(self.n, 2))
         self.seen = (inside & self.rows.unsqueeze(-1)).expand(weights.shape)
         numbers = weights.to(accumulation_dtype(weights.dtype))
@@ -152,7 +153,7 @@ class _Given:
 
     def keys_exist(self) -> Tensor:
         """Return the mask ``[B, (1,) Tk]`` of keys that are not padding."""
-        return torch.arange(self.Tk, device=self.n.device) < self.each(self.n, 1)
+        return length_mask(self.each(self.n, 0), self.Tk)
 
 
 def _shares(x: Tensor) -> Tensor:

@@ -52,6 +52,7 @@ from attnfast.models._checks import check_ids, check_lengths
 from attnfast.models.decoders import FixedContext
 from attnfast.models.seq2seq import EncodedSource, Seq2Seq
 from attnfast.nn import Memory
+from attnfast.ops.arguments import length_mask
 from attnfast.ops.operators import accumulation_dtype
 
 __all__ = [
@@ -240,8 +241,7 @@ def _output(reading: Decision, embedded: Tensor, weights: Tensor | None = None):
 
 def _exist(embedded: Tensor, lengths: Tensor) -> Tensor:
     """Return the mask ``[B, n]`` of keys that are not padding."""
-    place = torch.arange(embedded.shape[1], device=embedded.device)
-    return place < lengths.to(embedded.device).unsqueeze(-1)
+    return length_mask(lengths, embedded.shape[1], embedded)
 
 
 # ---- distances ----------------------------------------------------------------------------------

@@ -34,6 +34,7 @@ from attnfast.ops.arguments import (
     check_activation,
     check_scale,
     fold_scale,
+    length_mask,
     raise_on_tangents,
 )
 from attnfast.ops.attention import AttentionInputs, check
@@ -154,8 +155,7 @@ class Memory(NamedTuple):
         """Return the mask of all keys, False beyond lengths, or None."""
         mask, keys = self.mask, self.key.shape[-2]
         if self.lengths is not None:
-            seen = torch.arange(keys, device=self.key.device) < self.lengths.unsqueeze(-1)
-            seen = seen.view(len(seen), *[1] * (self.key.dim() - 2), keys)
+            seen = length_mask(self.lengths.view(-1, *[1] * (self.key.dim() - 2)), keys)
             mask = seen if mask is None else seen & mask
         return None if mask is None else mask.expand(*mask.shape[:-1], keys)
 

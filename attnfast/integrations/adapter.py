@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from attnfast.ops.arguments import length_mask
+
 __all__ = ["Adapter", "ProbeInputs", "UnsupportedCall", "arguments"]
 
 LATE = 40  # steps of a long target
@@ -103,7 +105,7 @@ class ProbeInputs:
 
     def seen(self, lengths: Iterable[int], Tk: int) -> Tensor:
         """Return a boolean mask ``[B, Tk]``, True up to the lengths."""
-        return torch.arange(Tk, device=self.device) < self.numbers(*lengths).unsqueeze(1)
+        return length_mask(self.numbers(*lengths), Tk)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

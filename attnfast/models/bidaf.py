@@ -19,6 +19,7 @@ from attnfast._utils.checks import (
 from attnfast.models._checks import PAD, check_lengths, check_share, embed
 from attnfast.models.encoders import Encoder
 from attnfast.nn.attention import check_sizes
+from attnfast.ops.arguments import length_mask
 
 
 class SpanPrediction(NamedTuple):
@@ -134,8 +135,7 @@ class BiDAF(nn.Module):
         g = self.dropout(g)
         m = self.dropout(self.modeling(g, text_lengths))
         last = self.dropout(self.ending(m, text_lengths))
-        place = torch.arange(text.shape[1], device=text.device)
-        beyond = place >= text_lengths.to(text.device).unsqueeze(-1)
+        beyond = ~length_mask(text_lengths, text.shape[1], text)
         start, end = (
             layer(torch.cat([g, states], -1))
             .squeeze(-1)

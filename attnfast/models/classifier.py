@@ -18,6 +18,7 @@ from attnfast.models._checks import PAD, check_ids, check_lengths, check_share, 
 from attnfast.models.encoders import Encoder
 from attnfast.nn import BahdanauAttention
 from attnfast.nn.attention import check_sizes
+from attnfast.ops.arguments import length_mask
 from attnfast.ops.backends import check_backend
 from attnfast.ops.operators import accumulation_dtype
 
@@ -125,8 +126,7 @@ class Classifier(nn.Module):
     def _states(self, embedded: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
         """Return the states ``[B, n, 2H]`` and the mask of those that are not padding."""
         states = self.encoder(embedded, lengths)
-        place = torch.arange(states.shape[1], device=states.device)
-        return states, place < lengths.to(states.device).unsqueeze(-1)
+        return states, length_mask(lengths, states.shape[1], states)
 
     def _decide(self, context: Tensor) -> Tensor:
         return self.output(self.dropout(context))

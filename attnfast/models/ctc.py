@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from attnfast._utils.checks import check_array, describe, raise_type_error
 from attnfast.models._checks import EOS, check_ids
 from attnfast.models.las import BLANK, EncodedSpeech
+from attnfast.ops.arguments import length_mask
 
 #: If the logarithm of a product of probabilities is smaller, it is too imprecise to divide by.
 LEAST = -1e6
@@ -113,10 +114,8 @@ class CTCPrefixScorer:
             blank = _walked(label, log_p[..., BLANK])
             total = state.scores.gather(-1, words)
         both = torch.logaddexp(blank, label)
-        place = torch.arange(log_p.shape[1], device=log_p.device)
-        log_p = log_p.masked_fill(
-            (place >= encoded.lengths.unsqueeze(-1)).unsqueeze(-1), -torch.inf
-        )
+        exists = length_mask(encoded.lengths, log_p.shape[1])
+        log_p = log_p.masked_fill(~exists.unsqueeze(-1), -torch.inf)
         scores = (both[:, :-1].unsqueeze(-1) + log_p).logsumexp(1)
         again = blank[:, :-1] + _of_label(log_p, last)
         scores = scores.scatter(-1, last, again.logsumexp(1, keepdim=True))

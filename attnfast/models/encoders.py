@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
@@ -25,6 +24,7 @@ from attnfast.nn import (
 )
 from attnfast.nn._fused_rnn import run_rnn
 from attnfast.nn.attention import check_sizes
+from attnfast.ops.arguments import length_mask
 from attnfast.ops.backends import check_backend
 from attnfast.spans import Span
 
@@ -115,8 +115,7 @@ class Encoder(nn.Module):
             return states
         lengths = lengths.to(states.device)
         states = self.norm(states + self.dropout(self.self_attention(states, lengths)[0]))
-        exists = torch.arange(length, device=states.device) < lengths.unsqueeze(-1)
-        return states * exists.unsqueeze(-1)
+        return states * length_mask(lengths, length).unsqueeze(-1)
 
 
 class TransformerEncoder(nn.Module):
@@ -190,5 +189,4 @@ class TransformerEncoder(nn.Module):
         states = self.dropout(self.positions(self.proj(embedded)))
         for layer in self.layers:
             states, _ = layer(states, lengths)
-        exists = torch.arange(states.shape[1], device=states.device) < lengths.unsqueeze(-1)
-        return self.norm(states) * exists.unsqueeze(-1)
+        return self.norm(states) * length_mask(lengths, states.shape[1], states).unsqueeze(-1)

@@ -32,6 +32,7 @@ from attnfast.models.encoders import Encoder
 from attnfast.nn import AttentionLSTM, Memory, RecurrentState
 from attnfast.nn._linear import linear
 from attnfast.nn.attention import check_sizes
+from attnfast.ops.arguments import length_mask
 from attnfast.ops.operators import accumulation_dtype
 
 #: CTC's blank: the id of padding, which is not a label.
@@ -116,8 +117,7 @@ class PyramidEncoder(nn.Module):
         if len(lengths) and int(lengths.min()) < least:
             found = int(lengths.min())
             raise_value_error("lengths", f"at least {least}, what the pyramid makes one of", found)
-        place = torch.arange(frames.shape[1], device=frames.device)
-        exists = place < lengths.to(frames.device).unsqueeze(-1)
+        exists = length_mask(lengths, frames.shape[1], frames)
         states = frames.masked_fill(~exists.unsqueeze(-1), 0)  # the last group reads padding
         if not torch.compiler.is_compiling() and not states.isfinite().all():
             raise_value_error("frames", "finite numbers", "NaN or infinity")

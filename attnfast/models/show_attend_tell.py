@@ -41,6 +41,7 @@ from attnfast.nn import (
 )
 from attnfast.nn._linear import linear
 from attnfast.nn.attention import check_sizes
+from attnfast.ops.arguments import length_mask
 from attnfast.ops.operators import accumulation_dtype
 
 #: The kernel size of every convolution.
@@ -50,8 +51,7 @@ KERNEL = 3
 def exists(sizes: Tensor, height: int, width: int) -> Tensor:
     """Return the mask ``[B, height, width]`` of existing cells of grids of ``sizes [B, 2]``."""
     rows, columns = (
-        torch.arange(most, device=sizes.device) < size.unsqueeze(-1)
-        for most, size in zip((height, width), sizes.unbind(-1))
+        length_mask(size, most) for most, size in zip((height, width), sizes.unbind(-1))
     )
     return rows.unsqueeze(-1) & columns.unsqueeze(-2)
 
@@ -220,8 +220,7 @@ class MeanContext(FixedContext):
         if lengths is not None:
             check_device("lengths", lengths, states, "states")
             check_numbers("lengths", lengths, states.shape[0], 0, states.shape[1], "states")
-            place = torch.arange(states.shape[1], device=states.device)
-            mask = mask & (place < lengths.unsqueeze(-1))
+            mask = mask & length_mask(lengths, states.shape[1])
         value = masked_mean(states, mask).unsqueeze(1)
         return Memory(value, value)
 

@@ -25,7 +25,7 @@ from attnfast.nn.stateful import (
     last_of,
 )
 from attnfast.ops import dispatch
-from attnfast.ops.arguments import apply_temperature
+from attnfast.ops.arguments import apply_temperature, length_mask
 from attnfast.ops.backends import (
     BACKENDS,
     HALF,
@@ -449,8 +449,7 @@ def _run_steps(
         return attention(h, memory, history, form, mask)
 
     if target_lengths is not None:  # NaN in padding must not leak into gradients
-        steps = torch.arange(input.shape[1], device=input.device)
-        input = input.masked_fill((steps >= target_lengths[:, None]).unsqueeze(-1), 0)
+        input = input.masked_fill(~length_mask(target_lengths, input.shape[1]).unsqueeze(-1), 0)
     for t, x in enumerate(input.unbind(1)):
         context = weights = attentional = None
         if attention is not None and layer.attends_first:

@@ -17,6 +17,7 @@ from attnfast._utils.checks import (
 )
 from attnfast.functional import dot_attention
 from attnfast.nn.attention import check_sizes
+from attnfast.ops.arguments import length_mask
 from attnfast.ops.backends import check_backend
 
 
@@ -94,8 +95,7 @@ class BidirectionalAttention(nn.Module):
             if lengths is not None:
                 check_device(f"{name}_lengths", lengths, x, name)
                 check_numbers(f"{name}_lengths", lengths, text.shape[0], 1, x.shape[1], name)
-                place = torch.arange(x.shape[1], device=x.device)
-                beyond[name] = place >= lengths.unsqueeze(-1)
+                beyond[name] = ~length_mask(lengths, x.shape[1])
                 x = x.masked_fill(beyond[name].unsqueeze(-1), 0)  # padding may be NaN
             read.append(x)
         if not question.shape[1]:

@@ -25,6 +25,7 @@ from attnfast.decoding import Memory, attend, check_memory, prepare
 from attnfast.functional import additive_attention
 from attnfast.nn._linear import is_plain
 from attnfast.nn.attention import BahdanauAttention, LuongAttention, check_sizes
+from attnfast.ops.arguments import length_mask
 from attnfast.ops.backends import check_backend
 from attnfast.ops.operators import accumulation_dtype, is_tracing
 from attnfast.ops.reference import ACTIVATIONS
@@ -174,8 +175,8 @@ def _scores(query: Tensor, memory: Memory, unseen: float) -> Tensor:
     """Return products ``[B, Tq, Tk]`` of queries and keys, ``unseen`` for hidden keys."""
     scores = query @ memory.key.transpose(1, 2)
     if memory.lengths is not None:
-        place = torch.arange(scores.shape[-1], device=scores.device)
-        scores = scores.masked_fill((place >= memory.lengths.view(-1, 1, 1)), unseen)
+        visible = length_mask(memory.lengths, scores.shape[-1]).unsqueeze(1)
+        scores = scores.masked_fill(~visible, unseen)
     return scores if memory.mask is None else scores.masked_fill(~memory.mask, unseen)
 
 

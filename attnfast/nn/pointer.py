@@ -23,6 +23,7 @@ from attnfast.decoding import Memory, check_memory
 from attnfast.functional import copy_distribution
 from attnfast.nn._fused_rnn import run_rnn
 from attnfast.nn.attention import BahdanauAttention, check_sizes
+from attnfast.ops.arguments import length_mask
 from attnfast.ops.backends import check_backend
 from attnfast.ops.reference import score
 
@@ -125,8 +126,7 @@ class PointerNetwork(nn.Module):
         faint = torch.finfo(weights.dtype).tiny ** 0.5
         weights = weights.to(total.dtype)
         assert memory.lengths is not None
-        place = torch.arange(weights.shape[-1], device=weights.device)
-        visible = place < memory.lengths.view(-1, 1, 1)
+        visible = length_mask(memory.lengths, weights.shape[-1]).unsqueeze(1)
         b, t, j = (visible & (weights < faint)).nonzero(as_tuple=True)
         asked = self.attention.query_proj(states[b, t]), memory.key[b, j]
         query, key = (x.unsqueeze(1).to(total.dtype) for x in asked)

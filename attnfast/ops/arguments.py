@@ -168,6 +168,12 @@ def fold_scale(call: Any) -> Any:
     return call._replace(score_vector=call.score_vector * call.scale, scale=1.0)
 
 
+def length_mask(lengths: Tensor, count: int, like: Tensor | None = None) -> Tensor:
+    """Return a mask ``[.., count]``, True below ``lengths [..]``, on the device of ``like``."""
+    lengths = lengths if like is None else lengths.to(like.device)
+    return torch.arange(count, device=lengths.device) < lengths.unsqueeze(-1)
+
+
 def filled(like: Tensor, shape: Any, number: float, dtype: torch.dtype) -> Tensor:
     """Return a tensor filled with a number that is not a constant in a compiled graph either."""
     if torch.compiler.is_compiling():

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnfast.ops.arguments import length_mask
 from attnfast.ops.attention import AttentionInputs, AttentionOutputs
 from attnfast.ops.copying import LIMIT, LOWEST, CopyInputs, CopyOutputs
 from attnfast.ops.coverage import CoverageInputs, CoverageOutputs
@@ -42,8 +43,8 @@ def visible_keys(call: AttentionInputs | CoverageInputs) -> tuple[Tensor, Tensor
     query, key = call.query, call.key
     visible = torch.ones(*query.shape[:-1], key.shape[-2], dtype=torch.bool, device=query.device)
     if call.lengths is not None:
-        positions = torch.arange(key.shape[-2], device=query.device)
-        visible = visible & (positions < call.lengths.view(-1, *[1] * (visible.dim() - 1)))
+        lengths = call.lengths.view(-1, *[1] * (visible.dim() - 2))
+        visible = visible & length_mask(lengths, key.shape[-2])
     if call.mask is not None:
         visible = visible & call.mask
     if call.bias is not None:
@@ -276,8 +277,7 @@ def recurrent(call: RecurrentInputs) -> RecurrentOutputs:
     results: dict[str, list[Tensor]] = {x: [] for x in RecurrentOutputs._fields}
     inputs, padding = call.input, None
     if call.target_lengths is not None:
-        numbers = torch.arange(T, device=inputs.device)
-        padding = (numbers >= call.target_lengths.unsqueeze(-1)).unsqueeze(-1)
+        padding = ~length_mask(call.target_lengths, T).unsqueeze(-1)
         inputs = inputs.masked_fill(padding, 0)  # NaN there must not leak
 
     def attend(h: Tensor, t: int) -> tuple[Tensor, Tensor, Tensor]:

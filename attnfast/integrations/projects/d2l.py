@@ -16,13 +16,14 @@ from attnfast.integrations.fused_decoders import (
 )
 from attnfast.integrations.helpers import attend, project
 from attnfast.nn._fused_rnn import Layer
+from attnfast.ops.arguments import length_mask
 
 EMPTY = "a row without keys has weights 0 instead of equal ones"
 
 
 def seen(key, valid_lens):
     """Return the mask of keys that valid_lens leaves, ``[…, Tk]``."""
-    return torch.arange(key.shape[1], device=key.device) < valid_lens.unsqueeze(-1)
+    return length_mask(valid_lens, key.shape[1], key)
 
 
 def attended(self, query, key, values, valid_lens, score_vector=None, scale=1.0):

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from attnfast.integrations.adapter import Adapter, UnsupportedCall
 from attnfast.integrations.cache import TensorSnapshot, cached_per_source
 from attnfast.integrations.helpers import attend, keep_in_graph, multiplied, together
+from attnfast.ops.arguments import length_mask
 
 KEYS = ["mlp_enc.weight", "mlp_enc.bias", "mlp_dec.weight"]
 
@@ -24,8 +25,7 @@ def begin(self, states, lengths, z, key=None):
 
 def begin_step(self, states, lengths, z):
     if self.mask is None:
-        ends = torch.as_tensor(lengths, device=states.device).unsqueeze(1)
-        self.mask = torch.arange(states.size(1), device=states.device) >= ends
+        self.mask = ~length_mask(torch.as_tensor(lengths), states.size(1), states)
     return states.new_zeros(len(states), self.dunits) if z is None else z.view(-1, self.dunits)
 
 

@@ -21,6 +21,7 @@ from attnfast.integrations.fused_decoders import (
 )
 from attnfast.integrations.helpers import attend, is_plain, project, project_joined
 from attnfast.nn._fused_rnn import NAMES, Layer
+from attnfast.ops.arguments import length_mask
 
 
 def lengths_of(self, source, src_len):
@@ -30,8 +31,7 @@ def lengths_of(self, source, src_len):
     B, Tk = source.shape[:2]
 
     def count():
-        place = torch.arange(Tk, device=src_len.device)
-        return (place < src_len.view(-1, 1)).sum(1).expand(B)
+        return length_mask(src_len.view(-1), Tk).sum(1).expand(B)
 
     return cached_per_source(self, "lengths", count, src_len, B, Tk)
 
