@@ -244,6 +244,43 @@ class _Attention(nn.Module):
         return result.of_one_row() if step else result
 
 
+class _AttentionWrapper(nn.Module):
+    """A module around an attention module, whose memory it takes."""
+
+    def __init__(self, attention: object):
+        super().__init__()
+        if not isinstance(attention, nn.Module) or not hasattr(attention, "prepare"):
+            is_module = isinstance(attention, nn.Module)
+            got = type(attention).__name__ if is_module else describe(attention)
+            raise_type_error("attention", "a module of attnfast.nn", got)
+        self.attention: Any = attention
+
+    @property
+    def backend(self) -> str | None:
+        """The requested backend of the attention."""
+        return getattr(self.attention, "backend", None)
+
+    def prepare(
+        self,
+        states: Tensor,
+        lengths: Tensor | None = None,
+        mask: Tensor | None = None,
+        values: Tensor | None = None,
+    ) -> Memory:
+        """Make the memory, as the attention's ``prepare`` does.
+
+        Args:
+            states: encoder states ``[B, Tk, key_dim]``.
+            lengths: ``[B]``, the number of states that are not padding.
+            mask: boolean ``[B, Tk]``, True where a state may be attended to.
+            values: ``[B, Tk, Dv]``, separate from the keys; None uses the states.
+
+        Raises:
+            ValueError, TypeError: an argument does not fit; the message names it.
+        """
+        return self.attention.prepare(states, lengths, mask, values)
+
+
 class BahdanauAttention(_Attention):
     r"""Additive attention, :math:`e_{ij} = w^\top \tanh(W_q s_i + W_k h_j)`.
 

@@ -24,7 +24,7 @@ from attnfast._utils.checks import (
 from attnfast.decoding import Memory, attend, check_memory, prepare
 from attnfast.functional import additive_attention
 from attnfast.nn._linear import is_plain
-from attnfast.nn.attention import BahdanauAttention, LuongAttention, check_sizes
+from attnfast.nn.attention import BahdanauAttention, LuongAttention, _AttentionWrapper, check_sizes
 from attnfast.ops.arguments import length_mask
 from attnfast.ops.backends import check_backend
 from attnfast.ops.operators import accumulation_dtype, is_tracing
@@ -254,7 +254,7 @@ class TopKMemory(NamedTuple):
         return TopKMemory(self.memory.index_select(index), self.value.index_select(0, index))
 
 
-class TopKAttention(nn.Module):
+class TopKAttention(_AttentionWrapper):
     r"""Attention to the k keys of largest score.
 
     .. math:: S_t = \mathrm{top}_k\, e_t, \quad
@@ -282,21 +282,15 @@ class TopKAttention(nn.Module):
     """
 
     def __init__(self, attention: nn.Module, k: int):
-        super().__init__()
         if not is_plain(attention, BahdanauAttention, LuongAttention):
             raise_type_error(
                 "attention", "a BahdanauAttention or LuongAttention", type(attention).__name__
             )
         check_int("k", k)
-        self.attention: Any = attention
+        super().__init__(attention)
         self.k = k
 
-    @property
-    def backend(self) -> str | None:
-        """The requested backend of the attention."""
-        return self.attention.backend
-
-    def prepare(
+    def prepare(  # type: ignore[override]
         self,
         states: Tensor,
         lengths: Tensor | None = None,

@@ -23,7 +23,7 @@ from attnfast._utils.checks import (
 from attnfast._utils.torch_private import has_dispatch_mode, is_autocast_on
 from attnfast.decoding import Memory, check_memory
 from attnfast.nn._fused_rnn import NAMES, Layer, RecurrentState, run_layer
-from attnfast.nn.attention import _Attention, check_sizes
+from attnfast.nn.attention import _Attention, _AttentionWrapper, check_sizes
 from attnfast.nn.stateful import last_of
 from attnfast.ops.operators import is_tracing
 from attnfast.ops.recurrent import GATES
@@ -35,7 +35,7 @@ QUERY_LAYERS = ("first", "last")
 RECURRENCES = ("attend_first", "attend_last", "input_feeding")
 
 
-class AttentionRNN(nn.Module):
+class AttentionRNN(_AttentionWrapper):
     r"""A recurrent layer, :math:`\tanh`, that attends at every step.
 
     ==================  ========================================================================
@@ -101,7 +101,7 @@ class AttentionRNN(nn.Module):
         dropout: float = 0.0,
         recurrent_dropout: float = 0.0,
     ):
-        super().__init__()
+        super().__init__(attention)
         check_sizes(
             input_size=input_size, hidden_size=hidden_size, context_size=context_size,
             num_layers=num_layers,
@@ -109,9 +109,6 @@ class AttentionRNN(nn.Module):
         check_flag("bias", bias)
         check_choice("recurrence", recurrence, RECURRENCES)
         check_choice("query_layer", query_layer, QUERY_LAYERS)
-        if not isinstance(attention, nn.Module) or not hasattr(attention, "prepare"):
-            got = type(attention).__name__ if isinstance(attention, nn.Module) else attention
-            raise_type_error("attention", "a module of attnfast.nn", describe(got))
         feeds = recurrence == "input_feeding"
         if output_size is not None:
             check_sizes(output_size=output_size)
@@ -130,7 +127,6 @@ class AttentionRNN(nn.Module):
         self.num_layers, self.bias, self.recurrence = num_layers, bool(bias), recurrence
         self.dropout, self.recurrent_dropout = dropout, recurrent_dropout
         self.query_layer = query_layer
-        self.attention: Any = attention
         self.output_size = hidden_size if output_size is None else output_size
         self.output_proj = None
         if feeds:
@@ -165,26 +161,6 @@ class AttentionRNN(nn.Module):
             f"num_layers={self.num_layers}, recurrence={self.recurrence!r}, "
             f"query_layer={self.query_layer!r}"
         )
-
-    def prepare(
-        self,
-        states: Tensor,
-        lengths: Tensor | None = None,
-        mask: Tensor | None = None,
-        values: Tensor | None = None,
-    ) -> Memory:
-        """Make the memory, as the attention's ``prepare`` does.
-
-        Args:
-            states: encoder states ``[B, Tk, key_dim]``.
-            lengths: ``[B]``, the number of states that are not padding.
-            mask: boolean ``[B, Tk]``, True where a state may be attended to.
-            values: ``[B, Tk, Dv]``, separate from the keys; None uses the states.
-
-        Raises:
-            ValueError, TypeError: an argument does not fit; the message names it.
-        """
-        return self.attention.prepare(states, lengths, mask, values)
 
     @property
     def _is_stack(self) -> bool:

@@ -17,20 +17,16 @@ from attnfast._utils.checks import (
     raise_value_error,
 )
 from attnfast.decoding import Memory
-from attnfast.nn.attention import MultiHeadAttention, check_sizes, check_target_mask
+from attnfast.nn.attention import (
+    MultiHeadAttention,
+    _AttentionWrapper,
+    check_sizes,
+    check_target_mask,
+)
 from attnfast.ops.span import check_form
 
 
-def _check_attention(attention: object, histories: bool) -> None:
-    """Raise unless ``attention`` is an attention module that can be called step by step."""
-    if not isinstance(attention, nn.Module) or not hasattr(attention, "prepare"):
-        got = type(attention).__name__ if isinstance(attention, nn.Module) else describe(attention)
-        raise_type_error("attention", "a module of attnfast.nn", got)
-    if not histories and getattr(attention, "has_history", False):
-        raise_type_error("attention", "one without a history", type(attention).__name__)
-
-
-class GatedAttention(nn.Module):
+class GatedAttention(_AttentionWrapper):
     r"""Attention whose context is scaled by a gate that depends on the decoder state.
 
     .. math:: \beta_t = \sigma(f^\top s_t + b), \quad c_t = \beta_t \sum_j \alpha_{tj} h_j
@@ -52,41 +48,14 @@ class GatedAttention(nn.Module):
     """
 
     def __init__(self, attention: nn.Module, query_dim: int):
-        super().__init__()
-        _check_attention(attention, histories=True)
+        super().__init__(attention)
         check_sizes(query_dim=query_dim)
-        self.attention: Any = attention
         self.gate = nn.Linear(query_dim, 1)
 
     @property
     def has_history(self) -> bool:
         """True if calls take and return a history."""
         return getattr(self.attention, "has_history", False)
-
-    @property
-    def backend(self) -> str | None:
-        """The requested backend of the attention."""
-        return getattr(self.attention, "backend", None)
-
-    def prepare(
-        self,
-        states: Tensor,
-        lengths: Tensor | None = None,
-        mask: Tensor | None = None,
-        values: Tensor | None = None,
-    ) -> Memory:
-        """Make the memory, as the attention's ``prepare`` does.
-
-        Args:
-            states: encoder states ``[B, Tk, key_dim]``.
-            lengths: ``[B]``, the number of states that are not padding.
-            mask: boolean ``[B, Tk]``, True where a state may be attended to.
-            values: ``[B, Tk, Dv]``, separate from the keys; None uses the states.
-
-        Raises:
-            ValueError, TypeError: an argument does not fit; the message names it.
-        """
-        return self.attention.prepare(states, lengths, mask, values)
 
     def forward(self, state: Tensor, memory: Memory, *args: Any, **options: Any) -> Any:
         """Return the attention's result with its context, ``[B, Dv]`` or ``[B, Tq, Dv]``, gated."""
@@ -124,7 +93,7 @@ def _fits(history: HardAttentionState, state: Tensor) -> bool:
     return all([isinstance(x, Tensor) and x.shape == batch and x.device == device for x in history])
 
 
-class HardAttention(nn.Module):
+class HardAttention(_AttentionWrapper):
     r"""Attention to one key, sampled from the distribution that the weights define.
 
     .. math:: j_t \sim \mathrm{Multinoulli}(\alpha_{t1}, …, \alpha_{tn}), \quad c_t = h_{j_t}
@@ -156,7 +125,7 @@ class HardAttention(nn.Module):
     has_history = True
 
     def __init__(self, attention: nn.Module, average: float = 0.5):
-        super().__init__()
+        super().__init__(attention)
         if isinstance(attention, GatedAttention):
             expected = "ungated (use GatedAttention(HardAttention(...), ...))"
             raise_type_error("attention", expected, "GatedAttention")
@@ -164,36 +133,11 @@ class HardAttention(nn.Module):
             raise_type_error("attention", "one without heads", type(attention).__name__)
         if not getattr(attention, "has_weights", True):
             raise_type_error("attention", "one with weights to draw by", type(attention).__name__)
-        _check_attention(attention, histories=False)
+        if getattr(attention, "has_history", False):
+            raise_type_error("attention", "one without a history", type(attention).__name__)
         if not is_finite(average) or not 0 <= average <= 1:
             raise_value_error("average", "a probability", describe(average))
-        self.attention: Any = attention
         self.average = average
-
-    @property
-    def backend(self) -> str | None:
-        """The requested backend of the attention."""
-        return getattr(self.attention, "backend", None)
-
-    def prepare(
-        self,
-        states: Tensor,
-        lengths: Tensor | None = None,
-        mask: Tensor | None = None,
-        values: Tensor | None = None,
-    ) -> Memory:
-        """Make the memory, as the attention's ``prepare`` does.
-
-        Args:
-            states: encoder states ``[B, Tk, key_dim]``.
-            lengths: ``[B]``, the number of states that are not padding.
-            mask: boolean ``[B, Tk]``, True where a state may be attended to.
-            values: ``[B, Tk, Dv]``, separate from the keys; None uses the states.
-
-        Raises:
-            ValueError, TypeError: an argument does not fit; the message names it.
-        """
-        return self.attention.prepare(states, lengths, mask, values)
 
     def start(self, memory: Memory) -> HardAttentionState:
         """Return the history before the first row; in training, sample ``averaged``.
