@@ -40,7 +40,9 @@ def public(module: str) -> Iterator[str]:
         yield signature(f"{module}.{name}", x)
         if not inspect.isclass(x):
             continue
-        for method, own in sorted(vars(x).items()):
+        private = [base for base in reversed(x.__mro__) if base.__name__.startswith("_")]
+        members = {k: v for owner in (*private, x) for k, v in vars(owner).items()}
+        for method, own in sorted(members.items()):
             if not method.startswith("_"):
                 own = own.__func__ if isinstance(own, (classmethod, staticmethod)) else own
                 yield "    " + (signature(method, own) if callable(own) else method)
