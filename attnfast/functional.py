@@ -17,7 +17,7 @@ from attnfast._utils.checks import (
     is_int,
     raise_value_error,
 )
-from attnfast.ops import attention, copying, dispatch, lowering
+from attnfast.ops import attention, dispatch, lowering
 from attnfast.ops.arguments import (
     apply_temperature,
     as_returned,
@@ -575,7 +575,8 @@ def copy_distribution(
         >>> p.shape, torch.allclose(p.sum(-1), torch.ones(2, 3))
         (torch.Size([2, 3, 11]), True)
     """
-    device = logits.device.type if isinstance(logits, Tensor) else None
+    check_tensor("logits", logits)
+    device = logits.device.type
     if device in ("cpu", "cuda") and torch.is_autocast_enabled(device):
         logits, weights, gate = (
             x.float() if isinstance(x, Tensor) and x.dtype in HALF else x
@@ -586,9 +587,5 @@ def copy_distribution(
         raise_value_error("num_oov", "an integer, at least 0", describe(num_oov))
     check_flag("log", log)
     call = CopyInputs(logits, weights, source, gate, num_oov, bool(log))
-    try:
-        backend = select_backend(backend, logits.device, logits.dtype, COPYING.name)
-        return dispatch.run(COPYING, call, backend).distribution
-    except Exception:
-        copying.check(call)
-        raise
+    backend = select_backend(backend, logits.device, logits.dtype, COPYING.name)
+    return dispatch.run(COPYING, call, backend).distribution

@@ -319,7 +319,7 @@ MESSAGES = {
         ({"recurrence": "attend_first"}, "output_size must be None without input feeding, got 4"),
         ({"dropout": 1.0}, "dropout must be a probability below 1, got 1.0"),
         ({"attention": nn.Linear(2, 2)},
-         "attention must be a module of attnfast.nn, got 'Linear'")],
+         "attention must be a module of attnfast.nn, got Linear")],
     "AttentionGRU.forward": [
         ({"input": zeros(2, 4)}, "input must be [B, T, 4], got [2, 4]"),
         ({"input": zeros(1, 3, 4)}, "memory must be of 1 sources"),

@@ -176,12 +176,7 @@ def _in_one_call(
         mode=layer.mode, attends_first=layer.attends_first, begin=BOS, end=EOS, most=most,
         embedding_scale=words.embedding_dim**0.5, **terms,
     )  # fmt: skip
-    call = upcast_halves(call)
-    try:
-        rows = dispatch.run(SEARCH, call, backend).words.tolist()
-    except Exception:
-        SEARCH.check(call)  # raises in one sentence unless the arguments fit
-        raise
+    rows = dispatch.run(SEARCH, upcast_halves(call), backend).words.tolist()
     _refuse_nan(any(EOS not in row or -1 in row[: row.index(EOS)] for row in rows))
     return [row[: row.index(EOS)] for row in rows]
 

@@ -292,15 +292,10 @@ def run_layer(
         target_lengths=target_lengths, weight_ih_upper=layer.weight_ih_upper, mode=layer.mode,
         attends_first=layer.attends_first, **dropouts, **terms,
     )  # fmt: skip
-    try:
-        if single and not is_tracing():
-            packed = _packed(call, backend, state.packed)
-            call = call._replace(packed=None if packed is None else packed.kept)
-        call = upcast_halves(call)
-        done = dispatch.run(RECURRENT, call, backend)
-    except Exception:
-        RECURRENT.check(call)  # raises an error that names the argument
-        raise
+    if single and not is_tracing():
+        packed = _packed(call, backend, state.packed)
+        call = call._replace(packed=None if packed is None else packed.kept)
+    done = dispatch.run(RECURRENT, upcast_halves(call), backend)
     lengths = target_lengths if target_mask is None else target_mask.sum(-1)
     if isinstance(history, SpanState):
         history = history.after(input.shape[1] if lengths is None else lengths)

@@ -17,18 +17,25 @@ __all__ = ["run", "run_attention"]
 
 
 def run(operator: ForwardOperator, call: Any, backend: str) -> Any:
-    """Return the operator's results on a backend, which must support the call."""
+    """Return the operator's results on a backend, which must support the call.
+
+    A call that fails is checked, for an error that names the argument.
+    """
     if backend == "reference":
         operator.check(call)
         return getattr(reference, operator.name)(call)
-    raise_on_tangents(call)
-    if not torch.is_grad_enabled():
-        return operator(backend, call)
-    if not any([x.requires_grad for x in call if isinstance(x, Tensor)]):
-        return operator(backend, call)
-    if call._fields[-1] == "need_weights":  # the backward reads them
-        call = unchecked(type(call), (*call[:-1], True))
-    return operator(backend, call) if is_tracing() else operator.differentiable(backend, call)
+    try:
+        raise_on_tangents(call)
+        if not torch.is_grad_enabled():
+            return operator(backend, call)
+        if not any([x.requires_grad for x in call if isinstance(x, Tensor)]):
+            return operator(backend, call)
+        if call._fields[-1] == "need_weights":  # the backward reads them
+            call = unchecked(type(call), (*call[:-1], True))
+        return operator(backend, call) if is_tracing() else operator.differentiable(backend, call)
+    except Exception:
+        operator.check(call)
+        raise
 
 
 def run_attention(call: AttentionInputs, backend: str) -> AttentionOutput:
