@@ -6,7 +6,7 @@ import math
 import time
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -301,12 +301,10 @@ class Trainer:
             raise InputError(f"{name}: expected the training's last checkpoint, got a model alone")
         training = state["training"]
         began = {**state["config"], **training["options"]}
-        usual = {x.name: x.default for x in (*fields(self.config), *fields(self.options))}
-        usual["max_length"] = self.options.max_length  # which an older version did not save
         for option, value in {**asdict(self.config), **asdict(self.options)}.items():
             if option in MEASURED:
                 continue
-            first = began.get(option, usual[option])  # an older version did not have all of them
+            first = began[option]
             more = option == "epochs" and value > first
             if value != first and not more and option != "save_every":
                 least = "at least " if option == "epochs" else ""
@@ -320,7 +318,7 @@ class Trainer:
                 f"{name}: expected the training pairs that this training began with, and their "
                 "alignments, got others"
             )
-        if training.get("valid_pairs", fingerprints["valid_pairs"]) != fingerprints["valid_pairs"]:
+        if training["valid_pairs"] != fingerprints["valid_pairs"]:
             raise InputError(
                 f"{name}: expected the validation pairs that this training began with, got others, "
                 "whose BLEU is another"
