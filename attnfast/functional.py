@@ -48,7 +48,7 @@ __all__ = ["additive_attention", "copy_distribution", "coverage_attention", "dot
 
 def _attend(
     call: AttentionInputs,
-    place: SpanArguments,
+    within: SpanArguments,
     temperature: float,
     need_weights: bool | str,
     backend: str | None,
@@ -74,14 +74,14 @@ def _attend(
             call = call._replace(need_weights=True)
         if backend != "reference":
             call = fold_scale(call)
-        if all(x is None for x in place) and not isinstance(need_weights, str):
+        if all(x is None for x in within) and not isinstance(need_weights, str):
             result = dispatch.run_attention(call, backend)
         else:
             attention.check(call)
-            check_span(query, call.key, *place, need_weights)
-            if place.sigma is not None:
-                place = place._replace(sigma=place.sigma * temperature**0.5)
-            result = lowering.run_within(place, call, need_weights, backend)
+            check_span(query, call.key, *within, need_weights)
+            if within.sigma is not None:
+                within = within._replace(sigma=within.sigma * temperature**0.5)
+            result = lowering.run_within(within, call, need_weights, backend)
     except Exception:
         attention.check(call)
         raise
@@ -188,8 +188,8 @@ def additive_attention(
         query, key, value, score_vector, bias, mask, lengths, score=check_activation(activation),
         need_statistics=check_flag("need_statistics", need_statistics),
     )  # fmt: skip
-    place = SpanArguments(span, position, sigma)
-    return _attend(call, place, temperature, need_weights, backend)
+    within = SpanArguments(span, position, sigma)
+    return _attend(call, within, temperature, need_weights, backend)
 
 
 def dot_attention(
@@ -246,8 +246,8 @@ def dot_attention(
         query, key, value, None, bias, mask, lengths, scale=scale,  # type: ignore[arg-type]
         need_statistics=check_flag("need_statistics", need_statistics),
     )  # fmt: skip
-    place = SpanArguments(span, position, sigma)
-    return _attend(call, place, temperature, need_weights, backend)
+    within = SpanArguments(span, position, sigma)
+    return _attend(call, within, temperature, need_weights, backend)
 
 
 def _with_coverage_feature(
@@ -395,7 +395,7 @@ def filters_of(call: CoverageInputs) -> int:
     return count
 
 
-def cover(
+def run_coverage(
     call: CoverageInputs,
     temperature: float,
     coverage_weight: Tensor | None,
@@ -410,10 +410,12 @@ def cover(
     query = call.query
     asked = (backend, query.device, query.dtype, COVERAGE.name)
     backend = select_backend(*asked, filters=filters_of(call))
-    return covered(dispatch.run(COVERAGE, call, backend), call, need_weights)
+    return coverage_output(dispatch.run(COVERAGE, call, backend), call, need_weights)
 
 
-def covered(outputs: CoverageOutputs, call: CoverageInputs, need_weights: bool) -> CoverageOutput:
+def coverage_output(
+    outputs: CoverageOutputs, call: CoverageInputs, need_weights: bool
+) -> CoverageOutput:
     """Return the public result of the operator's outputs."""
     weights = as_returned(outputs.weights, call.query.dtype, need_weights)
     log_weights = None if call.transition_prob is None else outputs.log_weights
@@ -516,7 +518,9 @@ def coverage_attention(
         query, key, value, score_vector, bias, mask, lengths, filters, projection,
         penalty, fertility, transition_prob, coverage, previous, scale, score,  # type: ignore[arg-type]
     )  # fmt: skip
-    return cover(call, temperature, coverage_weight, channels, log_previous, need_weights, backend)
+    return run_coverage(
+        call, temperature, coverage_weight, channels, log_previous, need_weights, backend
+    )
 
 
 def copy_distribution(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from attnfast._utils.checks import (
-    MOST,
+    MAX_INT32,
     check_array,
     check_choice,
     check_device,
@@ -92,7 +92,7 @@ def alignment_loss(
             f"{alignment.dtype} {list(alignment.shape)}",
         )
     if whole:
-        most = weights.shape[-1] - 1 if key_indices is None else MOST
+        most = weights.shape[-1] - 1 if key_indices is None else MAX_INT32
         check_range("alignment", alignment, -1, most, "keys of weights, or -1 for none,")
         return _of_keys(weights, alignment.long(), key_indices, kind)
     if alignment.is_sparse:
@@ -229,7 +229,7 @@ def check_key_indices(key_indices: Tensor, weights: Tensor) -> Tensor:
     if not fits or key_indices.dtype != torch.int64 or key_indices.shape[-1] != weights.shape[-1]:
         expected = f"int64 {list(weights.shape)}, or 1 instead of B and H, to fit weights"
         raise_value_error("key_indices", expected, describe(key_indices))
-    check_range("key_indices", key_indices, -1, MOST, "keys, or -1 for none,")
+    check_range("key_indices", key_indices, -1, MAX_INT32, "keys, or -1 for none,")
     return key_indices
 
 

@@ -16,8 +16,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
+from attention_cases import Case, attend, inputs
 from compare import eager, timed
-from table import Case, attend, inputs
 from tqdm import tqdm
 
 from attnfast._utils.benchmark import best_device, costs

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import attention_cases
 import pytest
-import table
 import torch
+from attention_cases import Case, attend, inputs
 from compare import DECODERS, DEVICE, DIRECTIONS, compare, eager, fused, roofline, timed
-from table import Case, attend, inputs
 from torch.nn.attention.flex_attention import flex_attention
 
 from attnfast.analysis.diagnostics import row_statistics
@@ -87,13 +87,14 @@ def refuse_wrong_results(case: Case, args: dict, ways: dict, grad: torch.Tensor)
         }
 
     small, exact = (
-        {k: table._leaf(v) for k, v in part(d).items()} for d in (torch.float32, torch.float64)
+        {k: attention_cases._leaf(v) for k, v in part(d).items()}
+        for d in (torch.float32, torch.float64)
     )
     cut = grad[:1].cpu()
     wanted, plain = run(ways["eager"], exact, cut.double()), run(ways["eager"], small, cut)
     for name, way in ways.items():
         if name.startswith("attnfast"):
-            table.check(first, run(way, args, grad), wanted, [plain])
+            attention_cases.check(first, run(way, args, grad), wanted, [plain])
 
 
 #: Special functions and float32 instructions for each (query, key, feature), and instructions for

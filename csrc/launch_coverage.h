@@ -97,7 +97,7 @@ CoverageOutputs coverage_attention(const CoverageArguments& given) {
   KeepAlive keep;
   CoverageForward a{};
   fill_problem(given, fit, a, keep);
-  put_history(given, fit, a, keep);
+  fill_history(given, fit, a, keep);
   const Tensor &query = given.query, &key = given.key;
   const std::vector<int64_t> rows = shape(query, a.Tk);
   const std::vector<int64_t> keys(key.sizes().begin(), key.sizes().end() - 1);
@@ -166,7 +166,7 @@ CoverageGradients coverage_gradients(const Arguments& given) {
   KeepAlive keep;
   CoverageBackward a{};
   fill_problem(given, fit, a, keep);
-  put_history(given, fit, a, keep);
+  fill_history(given, fit, a, keep);
   const Tensor& query = given.query;
   const Tensor grad_query = gradient_of_rows(given.need_grad_query, query, a.grad_query);
   const Tensor grad_key = gradient_of_rows(need_grad_key, given.key, a.grad_key);
@@ -180,7 +180,7 @@ CoverageGradients coverage_gradients(const Arguments& given) {
   const bool need_grad_score_vector = need_grad_key && given.score_vector;
   std::optional<int64_t> vector_parts;
   if (need_grad_score_vector) vector_parts = fit.K ? 1 : grad_score_vector_parts(a);
-  const Parts parts(query, fit, vector_parts, need_grad_filters, given.penalty.has_value(), a);
+  const GradientParts parts(query, fit, vector_parts, need_grad_filters, given.penalty.has_value(), a);
   if constexpr (into) put_sums(given, fit, a);
 
   const Tensor weights = packed(given.weights), log_weights = packed(given.log_weights);

@@ -44,7 +44,7 @@ View view_of_heads(const Optional& x, int64_t heads, KeepAlive& keep) {
 }
 
 template <class Arguments, class Sizes>
-void put_history(const Arguments& given, const Sizes& fit, History& h, KeepAlive& keep) {
+void fill_history(const Arguments& given, const Sizes& fit, History& h, KeepAlive& keep) {
   h.filters_count = fit.K;
   h.channels = fit.channels;
   h.width = fit.taps;
@@ -62,7 +62,7 @@ void put_history(const Arguments& given, const Sizes& fit, History& h, KeepAlive
 
 // The parts of the parameters' gradients, one or several for every sequence and head, which are
 // summed at the end.
-struct Parts {
+struct GradientParts {
   Tensor score_vector, filters, projection, penalty;
 
   template <class Sizes>
@@ -77,8 +77,8 @@ struct Parts {
   // Allocate the requested gradients and store their Views in a. The gradient of the score vector has
   // vector_parts parts; nullopt: not requested.
   template <class Sizes>
-  Parts(const Tensor& like, const Sizes& fit, std::optional<int64_t> vector_parts, bool of_filters,
-        bool of_penalty, CoverageBackward& a)
+  GradientParts(const Tensor& like, const Sizes& fit, std::optional<int64_t> vector_parts, bool of_filters,
+                bool of_penalty, CoverageBackward& a)
       : score_vector(part(vector_parts.has_value(), like, fit, {vector_parts.value_or(0), fit.A},
                           a.grad_score_vector)),
         filters(part(of_filters, like, fit, {fit.K, fit.channels, fit.taps}, a.grad_filters)),

@@ -8,10 +8,10 @@ namespace attnfast {
 namespace {
 
 constexpr double kLowest = -87.336544750553102;     // the logarithm of the smallest normal float
-constexpr double kLimit = 80;                       // e^80 is the largest gradient
+constexpr double kMaxLogGradient = 80;              // e^80 is the largest gradient
 constexpr double kSlight = 1.8048513878454153e-35;  // e^-80; a smaller mass counts as 0
 
-ATTNFAST_DEVICE inline double exp_of(double x) { return ::exp(x > kLimit ? kLimit : x); }
+ATTNFAST_DEVICE inline double exp_of(double x) { return ::exp(x > kMaxLogGradient ? kMaxLogGradient : x); }
 
 // p = sigmoid(gate) and q = 1 - p, and their logarithms.
 struct Gate {

@@ -52,7 +52,7 @@ CHUNK = tl.constexpr(8)  # features summed separately: rounding errors add up in
 LEAST_WEIGHT = tl.constexpr(2.0**-42)
 STATISTICS = tl.constexpr(len(RowStatistics._fields))
 # Options of every launch: a product and a sum are one instruction, rounded once (fused).
-LAUNCH = {"enable_fp_fusion": True}
+LAUNCH_OPTIONS = {"enable_fp_fusion": True}
 
 
 @triton.jit
@@ -814,7 +814,7 @@ def _exponentials_of(x, score_vector, lengths, block: int, *, transposed: bool, 
     _exponentials[(B * H * blocks,)](
         _strided(x), _strided(score_vector), lengths,
         (e, (2, 2 * block) if transposed else (columns, 2)), weights, ranges, (H, T, A, columns),
-        IGNORE_NONFINITE=not transposed, BT=block, BA=_block(A, 32), num_warps=4, **LAUNCH,
+        IGNORE_NONFINITE=not transposed, BT=block, BA=_block(A, 32), num_warps=4, **LAUNCH_OPTIONS,
     )  # fmt: skip
     return e, ranges
 
@@ -897,7 +897,7 @@ def _multiply(
         m, _strided(x), lengths, _strided(bounds), rows, _strided(out), _pair(scale),
         (H, Tk, m.shape[-1], M, K, N),
         OVER_KEYS=over_keys, COMPACT=columns > 0, IGNORE_NONFINITE=ignore_nonfinite,
-        BM=BM, BK=BK, BN=BN, num_warps=4 if x.dtype in HALF else 8, **LAUNCH,
+        BM=BM, BK=BK, BN=BN, num_warps=4 if x.dtype in HALF else 8, **LAUNCH_OPTIONS,
     )  # fmt: skip
 
 
@@ -945,7 +945,7 @@ def launch_forward(
             _strided(mask), lengths, _strided(bounds), _strided(within), weights, lse, statistics,
             _pair(scale), (H, Tq, Tk, W, A, Dv), SCORE=score, COMPACT=columns > 0,
             SCORES=context is None, BQ=BQ, BK=BK, BA=BA, BV=BV,
-            num_warps=8, **LAUNCH,
+            num_warps=8, **LAUNCH_OPTIONS,
         )  # fmt: skip
         if separate and context is not None:
             seen = (lengths, bounds, columns)
@@ -983,7 +983,13 @@ def _additive_gradients(call: AttentionBackward, ds: Tensor, dq: Tensor, dk: Ten
         e_k, range_k = _exponentials_of(key, score_vector, lengths, BK, transposed=False)
         of_queries, of_keys = (e_q, e_k, range_q, range_k), (e_k, e_q, range_k, range_q)
     parts = ds.new_empty((B, H, triton.cdiv(Tq, BQ), A))
-    options = {"SCORE": call.score, "COMPACT": call.columns > 0, "BA": BA, "num_warps": 4, **LAUNCH}
+    options = {
+        "SCORE": call.score,
+        "COMPACT": call.columns > 0,
+        "BA": BA,
+        "num_warps": 4,
+        **LAUNCH_OPTIONS,
+    }
     q, k, w, span, scale = *map(_strided, (query, key, score_vector, bounds)), _pair(call.scale)
     _additive_gradient[(B * H * triton.cdiv(Tq, BQ), triton.cdiv(A, BA))](
         q, k, w, of_queries, ds, lengths, span, None,
@@ -1026,7 +1032,7 @@ def backward(call: AttentionBackward) -> AttentionGradients:
                 None if grad_log_sum_exp is None else grad_log_sum_exp.contiguous(),
                 _strided(value), weights, lengths, _strided(bounds), ds, (H, Tq, Tk, W, Dv),
                 COMPACT=columns > 0,
-                BQ=BQ, BK=BK, BV=BV, num_warps=8, **LAUNCH,
+                BQ=BQ, BK=BK, BV=BV, num_warps=8, **LAUNCH_OPTIONS,
             )  # fmt: skip
         if need_grad_key:
             _multiply(

@@ -18,24 +18,24 @@ import math
 import torch
 import triton
 import triton.language as tl
-from attnfast.kernels.attention import LAUNCH, _strided
+from attnfast.kernels.attention import LAUNCH_OPTIONS, _strided
 
-from attnfast.ops.copying import LIMIT as _LIMIT
 from attnfast.ops.copying import LOWEST as _LOWEST
+from attnfast.ops.copying import MAX_LOG_GRADIENT as _MAX_LOG_GRADIENT
 from attnfast.ops.copying import CopyBackward, CopyGradients, CopyInputs, CopyOutputs
 from attnfast.ops.operators import accumulation_dtype
 
-LIMIT = tl.constexpr(float(_LIMIT))
+MAX_LOG_GRADIENT = tl.constexpr(float(_MAX_LOG_GRADIENT))
 LOWEST = tl.constexpr(_LOWEST)
-SLIGHT = tl.constexpr(math.exp(-_LIMIT))
+SLIGHT = tl.constexpr(math.exp(-_MAX_LOG_GRADIENT))
 BLOCK = 1024  # words of the vocabulary at a time
 WORDS = 32  # words of the source at a time
 
 
 @triton.jit
 def _exp(b_x):
-    """e^x in float64, at most e^LIMIT."""
-    return tl.exp(tl.minimum(b_x, LIMIT, propagate_nan=tl.PropagateNan.ALL))
+    """e^x in float64, at most e^MAX_LOG_GRADIENT."""
+    return tl.exp(tl.minimum(b_x, MAX_LOG_GRADIENT, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
@@ -250,7 +250,7 @@ def _distribution_gradient(
 
 def _options(x: torch.Tensor) -> dict:
     acc = tl.float64 if accumulation_dtype(x.dtype) == torch.float64 else tl.float32
-    return {"BV": BLOCK, "BI": WORDS, "acc": acc, "num_warps": 4, **LAUNCH}
+    return {"BV": BLOCK, "BI": WORDS, "acc": acc, "num_warps": 4, **LAUNCH_OPTIONS}
 
 
 def forward(call: CopyInputs) -> CopyOutputs:

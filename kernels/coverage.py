@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from attnfast.kernels import attention
 from attnfast.kernels.attention import (
-    LAUNCH,
+    LAUNCH_OPTIONS,
     _activation,
     _block,
     _head,
@@ -43,7 +43,7 @@ from attnfast.ops.coverage import (
 )
 from attnfast.ops.operators import accumulation_dtype, empty_rows
 
-LIMIT = tl.constexpr(87.0)  # of an exponent; only terms that are multiplied by 0 exceed it
+MAX_EXPONENT = tl.constexpr(87.0)  # of an exponent; only terms that are multiplied by 0 exceed it
 
 
 @triton.jit
@@ -119,8 +119,8 @@ def _transition(p_past, o_k, m_k, u):
     b_none = b_top == -float("inf")
     b_top = tl.where(b_none, 0, b_top)
     b_here, b_before = b_here - b_top, b_before - b_top
-    b_here = tl.exp(tl.where(b_here > LIMIT, LIMIT, b_here))
-    b_before = tl.exp(tl.where(b_before > LIMIT, LIMIT, b_before))
+    b_here = tl.exp(tl.where(b_here > MAX_EXPONENT, MAX_EXPONENT, b_here))
+    b_before = tl.exp(tl.where(b_before > MAX_EXPONENT, MAX_EXPONENT, b_before))
     b_sum = tl.where(b_none, 1, (1 - u) * b_here + u * b_before)
     return b_here, b_before, b_sum, tl.where(b_none, -float("inf"), b_top + tl.log(b_sum))
 
@@ -569,7 +569,7 @@ def _arguments(call, q, k, w, grad_penalty=()) -> tuple:
         "scale": _pair(call.scale),
         "sizes": (q.shape[1], q.shape[2], k.shape[2], q.shape[3], K, W),
         "SCORE": call.score, "C": C, "BK": _block(k.shape[2], 32) if K else rows, "BR": rows,
-        "BA": 16, "BF": 1 if K == 1 else _block(K, 1 << 20), "num_warps": 4, **LAUNCH,
+        "BA": 16, "BF": 1 if K == 1 else _block(K, 1 << 20), "num_warps": 4, **LAUNCH_OPTIONS,
     }  # fmt: skip
     return features, penalty, options
 

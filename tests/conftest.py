@@ -29,7 +29,7 @@ TABLES = ("test_attention", "test_coverage", "test_statistics")
 #: The files that take longest, for two workers to begin with: neither waits for them at the end.
 LONGEST = (
     "test_triton_compile", "test_cuda_build", "test_attention", "test_compile", "test_package",
-    "test_pretend_gpu", "test_cuda",
+    "test_pretend_gpu", "test_cuda_on_host",
 )  # fmt: skip
 
 
@@ -54,7 +54,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.fixture(params=[name for name in BACKENDS])
 def backend(request: pytest.FixtureRequest) -> str:
     """Every backend; those that cannot run float32 on this machine are skipped with the reason."""
-    from table import DEVICE
+    from attention_cases import DEVICE
 
     reason = unsupported_reason(request.param, DEVICE[request.param], torch.float32)
     if reason:

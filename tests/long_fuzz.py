@@ -16,9 +16,9 @@ import random
 import sys
 import warnings
 
+import attention_cases
 import calls
 import calls_of_models
-import table
 import test_attention
 import test_copying
 import test_coverage
@@ -35,24 +35,24 @@ FIRST = 10_000  # seed
 
 def steps(seed: int):
     """Decoder steps over a prepared memory; an activation's kinks are luck in half types."""
-    for case in table.fuzz(seed, 16, 100_000):
-        if case.Tq and (case.score not in table.PLAIN or case.dtype == torch.float32):
+    for case in attention_cases.fuzz(seed, 16, 100_000):
+        if case.Tq and (case.score not in attention_cases.PLAIN or case.dtype == torch.float32):
             yield case, lambda case=case: test_memory.judge(case, BACKEND)
 
 
 def attention(seed: int):
-    for case in table.fuzz(seed, 32, 400_000):
+    for case in attention_cases.fuzz(seed, 32, 400_000):
         yield case, lambda case=case: test_attention.judge(case, BACKEND)
 
 
 def statistics(seed: int):
-    for case in table.fuzz(seed, 32, 200_000):
+    for case in attention_cases.fuzz(seed, 32, 200_000):
         yield case, lambda case=case: test_statistics.judge(case, BACKEND)
 
 
 def spans(seed: int):
     draw = random.Random(seed)
-    for case in table.fuzz(seed, 32, 200_000):
+    for case in attention_cases.fuzz(seed, 32, 200_000):
         span, position = test_span.draw_span(draw)
         yield (
             (case, span, position),
@@ -82,7 +82,7 @@ def public(seed: int):
     draw = random.Random(seed)
     for size in ("B", "TQ", "TK"):
         most = 2 if size == "B" else 6
-        chosen = 0 if draw.random() < table.ZEROS else draw.randint(1, most)
+        chosen = 0 if draw.random() < attention_cases.ZEROS else draw.randint(1, most)
         for module in (calls, calls_of_models):
             if hasattr(module, size):
                 setattr(module, size, chosen)
@@ -109,7 +109,7 @@ def judge(seed: int) -> tuple[collections.Counter, list[str]]:
     """Judge the calls of a seed; return how many there were, and what broke the rule."""
     faulthandler.enable()
     torch.set_num_threads(1 + seed % 2)
-    table.ZEROS = float(os.environ.get("ZEROS", table.ZEROS))
+    attention_cases.ZEROS = float(os.environ.get("ZEROS", attention_cases.ZEROS))
     kind, counted, broken = KINDS[seed % len(KINDS)], collections.Counter(), []
     for case, check in kind(seed):
         counted[kind.__name__] += 1

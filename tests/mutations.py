@@ -16,7 +16,7 @@ TRITON_HISTORY = "tests/test_coverage.py -k 'triton and not fuzz and not check a
 CONTRACTS = "tests/test_model_contracts.py -k '{}'"
 MESSAGES = "tests/test_error_messages.py tests/test_arguments.py -k '{}'"
 RECURRENT = "tests/test_recurrent.py -k 'cpu and (table or fuzz or nothing or bits)'"
-CUDA = "tests/test_cuda.py -k '{}'"
+CUDA = "tests/test_cuda_on_host.py -k '{}'"
 
 FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
     ("attnfast/decoding/deferred.py",
@@ -98,10 +98,10 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
             ("value=True)", "value=False)"),
             ("lengths=None, mask=mask, steps", "mask=mask, steps"),
             ("is_tracing() or has_dispatch_mode()", "is_tracing()"),
-            ("_usable(self.steps)", ""),
+            ("_usable(self.shared_keys)", ""),
         ],
         "Memory._whole_mask": [("else seen & mask", "else seen")],
-        "Memory._with_steps": [("self.mask, self.rooms[0])", "self.mask)")],
+        "Memory._with_shared_keys": [("self.mask, self.buffers[0])", "self.mask)")],
     },
     ("attnfast/nn/attention.py", GROWING): {
         "_Attention._keys": [("key, states if values is None else values", "key, states")],
@@ -133,7 +133,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         "_attend": [("sigma * temperature**0.5", "sigma * temperature")],
     },
     ("attnfast/ops/lowering.py", SPANS): {
-        "_every": [("(lengths + (k - 1)).div(k", "lengths.div(k")],
+        "_strided_keys": [("(lengths + (k - 1)).div(k", "lengths.div(k")],
         "_in_phases": [("score_vector.repeat_interleave(k, 0)", "score_vector.repeat(k, 1)")],
         "lower": [
             ("query.shape[-2], Tk) % span.stride", "query.shape[-2], Tk) * 0"),
@@ -230,7 +230,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         "MultiHopAttention.forward": [
             ("memory.memories[k if self.tying", "memory.memories[0 if self.tying"),
             ("if len(memory.memories) != wanted:", "if False:"),
-            ("at.steps.check_unchanged()", "pass"),
+            ("at.shared_keys.check_unchanged()", "pass"),
             ("check_like(name, x, next(self.parameters(), key), whose)", "pass"),
             ("u = self.between(u) + context", "u = u + context"),
         ],
@@ -598,7 +598,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
     },
     ("attnfast/models/search.py", MESSAGES.format("beam_search")): {
         "beam_search": [
-            ("if abs(x) > MOST:", "if x > MOST:"),
+            ("if abs(x) > MAX_WEIGHT:", "if x > MAX_WEIGHT:"),
             ("isinstance(scorer, type) or", ""),
         ],
     },
@@ -1065,7 +1065,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
             ("2 if products or request.operator", "2 if request.operator"),
         ],
         "ranked_backends": [("ranks[name] < math.inf", "True")],
-        "Triton._unable": [("if request.filters > self.most_filters:", "if False:")],
+        "Triton._unsupported_reason": [("if request.filters > self.most_filters:", "if False:")],
     },
     ("attnfast/nn/_fused_rnn.py", "tests/test_nn_recurrent.py -k 'not compile and not table'"): {
         "_remembered": [

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import torch
-from table import (
+from attention_cases import (
     DEVICE,
     NAMES,
     Case,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from table import Case, check, every, in_orders, inputs, oracle_of, results
+from attention_cases import Case, check, every, in_orders, inputs, oracle_of, results
 from torch import Tensor
 
 import attnfast

@@ -32,7 +32,7 @@ def coefficients(file: str, name: str, end: str) -> list[float]:
         ("cuda/tile.cuh", "kSmallTanhLimit", "attention", "SMALL_LIMIT"),
         ("cuda/score.cuh", "kLeastWeight", "attention", "LEAST_WEIGHT"),
         ("word.h", "kLowest", "copying", "LOWEST"),
-        ("word.h", "kLimit", "copying", "LIMIT"),
+        ("word.h", "kMaxLogGradient", "copying", "MAX_LOG_GRADIENT"),
         ("word.h", "kSlight", "copying", "SLIGHT"),
     ],
 )
@@ -50,12 +50,12 @@ def test_triton_has_the_polynomial_of_csrc():
 
 def test_copying_has_the_constants_of_csrc():
     assert constant("word.h", "kLowest") == copying.LOWEST
-    assert constant("word.h", "kLimit") == copying.LIMIT
-    assert constant("word.h", "kSlight") == math.exp(-copying.LIMIT)
+    assert constant("word.h", "kMaxLogGradient") == copying.MAX_LOG_GRADIENT
+    assert constant("word.h", "kSlight") == math.exp(-copying.MAX_LOG_GRADIENT)
 
 
 def test_exponents_of_a_transition_have_one_limit():
     coverage = pytest.importorskip("attnfast.kernels.coverage")
     text = (ROOT / "csrc" / "coverage.h").read_text()
     [limit] = re.findall(r"kLeastLogarithm = .*: C\((-\d+)\);", text)
-    assert coverage.LIMIT.value == -float(limit)
+    assert coverage.MAX_EXPONENT.value == -float(limit)

@@ -5,10 +5,10 @@ import math
 import random
 from dataclasses import dataclass, replace
 
+import attention_cases
 import pytest
-import table
 import torch
-from table import CPU, DEVICE, LAYOUTS, size
+from attention_cases import CPU, DEVICE, LAYOUTS, size
 from torch.autograd import gradcheck
 
 import attnfast
@@ -94,19 +94,19 @@ def arguments(case: Copy, device: torch.device = CPU) -> dict:
         weights = weights.masked_fill(floats(*weights.shape) > 0.5, 0)
     gate = (floats(case.B, case.Tq) * case.gate).to(device, case.dtype)
     args = {
-        "logits": table._laid_out(logits.to(device, case.dtype), case.layout),
-        "weights": table._laid_out(weights.to(device, case.dtype), case.layout),
+        "logits": attention_cases._laid_out(logits.to(device, case.dtype), case.layout),
+        "weights": attention_cases._laid_out(weights.to(device, case.dtype), case.layout),
         "source": source.to(device),
         "gate": gate.T.contiguous().T,
     }
-    return {k: table._leaf(v) for k, v in args.items()}
+    return {k: attention_cases._leaf(v) for k, v in args.items()}
 
 
 def run(case: Copy, args: dict, backend: str) -> dict[str, torch.Tensor]:
     def how(**a):
         return (attnfast.copy_distribution(**a, num_oov=case.X, log=case.log, backend=backend),)
 
-    return table.results(case, args, how, ("distribution",))
+    return attention_cases.results(case, args, how, ("distribution",))
 
 
 def check(case: Copy, backend: str) -> None:
@@ -120,8 +120,8 @@ def check(case: Copy, backend: str) -> None:
 
     args = arguments(case)
     got = results(arguments(case, DEVICE[backend]), backend)
-    plain = itertools.chain([results(args)], table.nearby(args, results))
-    table.check(case, got, results(table.doubled(args)), plain)
+    plain = itertools.chain([results(args)], attention_cases.nearby(args, results))
+    attention_cases.check(case, got, results(attention_cases.doubled(args)), plain)
 
 
 def skip_unless(backend: str, dtype: torch.dtype = torch.float32) -> None:

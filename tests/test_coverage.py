@@ -8,11 +8,11 @@ import random
 import weakref
 from dataclasses import dataclass, replace
 
+import attention_cases
 import pytest
-import table
 import torch
 import torch.nn.functional as F
-from table import CPU, DEVICE, LAYOUTS, PLAIN, Case, inputs, size, small
+from attention_cases import CPU, DEVICE, LAYOUTS, PLAIN, Case, inputs, size, small
 from torch.autograd import forward_ad, gradcheck
 from torch.utils.checkpoint import checkpoint
 
@@ -190,20 +190,22 @@ def in_steps(backend: str):
 
 def run(case: History, args: dict, backend: str, how=attend) -> dict[str, torch.Tensor]:
     """Return results and gradients."""
-    return table.results(case, args, how(backend), NAMES)
+    return attention_cases.results(case, args, how(backend), NAMES)
 
 
 def check(case: History, backend: str, how=attend) -> None:
     """Compare with the oracle by the project's one rule; the oracle in this dtype is eager code."""
     args = arguments(case)
-    wanted = run(case, table.doubled(args), "reference")
-    orders = table.in_orders(attend("reference"))
+    wanted = run(case, attention_cases.doubled(args), "reference")
+    orders = attention_cases.in_orders(attend("reference"))
     plain = itertools.chain(
-        (table.results(case, args, how, NAMES) for how in orders),
-        (run(case, arguments(case, x), "reference") for x in table.devices()[1:]),
-        table.nearby(args, lambda near: run(case, near, "reference")),
+        (attention_cases.results(case, args, how, NAMES) for how in orders),
+        (run(case, arguments(case, x), "reference") for x in attention_cases.devices()[1:]),
+        attention_cases.nearby(args, lambda near: run(case, near, "reference")),
     )
-    table.check(case, run(case, arguments(case, DEVICE[backend]), backend, how), wanted, plain)
+    attention_cases.check(
+        case, run(case, arguments(case, DEVICE[backend]), backend, how), wanted, plain
+    )
 
 
 def unfit(backend: str, case: History) -> str | None:
@@ -342,7 +344,7 @@ def test_steps_are_the_whole(score, carried, backend):
     skip_unless(backend, case)
     args = arguments(case, DEVICE[backend])
     options = {"need_weights": True, "backend": backend}
-    whole = table.every(attnfast.coverage_attention(**args, **options))
+    whole = attention_cases.every(attnfast.coverage_attention(**args, **options))
     steps = []
     query, transition_prob = args.pop("query"), args.pop("transition_prob")
     for t in range(case.Tq):
@@ -394,7 +396,7 @@ def test_filters_that_change_between_steps(backend):
     leaves, grads = [key, value, weight, *features], []
     for deferred in (True, False):
         memory = prepare(key, value, weight, backend=backend)
-        memory = memory if deferred else memory._replace(steps=None)
+        memory = memory if deferred else memory._replace(shared_keys=None)
         state, loss = {"previous": key.new_ones(key.shape[:-1])}, 0
         for factor in (1, 2, 2, 1):
             filters, projection = (factor * x for x in features)
@@ -420,7 +422,7 @@ def test_steps_of_another_scale(by, backend):
     state = {k: key.new_full((2, 9), 0.3) for k in ("coverage", "previous")}
     for deferred in (True, False):
         memory = prepare(key, value, weight, backend=backend)
-        memory = memory if deferred else memory._replace(steps=None)
+        memory = memory if deferred else memory._replace(shared_keys=None)
         context, *_ = attend_with_history(query, memory, scale=0.4, **args, **state)
         grads.append(torch.autograd.grad(context.sin().sum(), leaves))
     for got, want in zip(*grads):
@@ -521,7 +523,7 @@ def test_steps_leave_nothing(reached):
     result = attend_with_history(args["query"][:, :1], memory, **terms)
     if reached:
         result[0].sum().backward()
-    alive = weakref.ref(memory.steps), weakref.ref(memory.key)
+    alive = weakref.ref(memory.shared_keys), weakref.ref(memory.key)
     del memory, result
     gc.collect()
     assert [x() for x in alive] == [None, None]
@@ -544,7 +546,7 @@ def test_gradcheck(score, heads, backend):
         result = attnfast.coverage_attention(
             **dict(zip(args, values)), need_weights=True, backend=backend
         )
-        return table.every(result)
+        return attention_cases.every(result)
 
     assert gradcheck(function, tuple(args.values()))
 
@@ -713,7 +715,7 @@ def test_opcheck(backend):
 def test_compile():
     def loss(args):
         result = attnfast.coverage_attention(**args, need_weights=True)
-        context, weights, coverage, lost = table.every(result)
+        context, weights, coverage, lost = attention_cases.every(result)
         return context.sum() + weights.square().sum() + coverage.sin().sum() + lost.sum()
 
     compiled = torch.compile(loss, fullgraph=True, dynamic=True)

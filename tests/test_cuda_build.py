@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from machine_code import factored_loop, functions, resources, run_tool
-from test_cuda import compile_on_host
+from test_cuda_on_host import compile_on_host
 
 import attnfast
 from attnfast.ops.arguments import SCORES

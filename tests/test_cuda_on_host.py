@@ -10,9 +10,9 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import attention_cases
 import invalid_calls
 import pytest
-import table
 import test_attention
 import test_copying
 import test_coverage
@@ -21,7 +21,7 @@ import test_recurrent
 import test_span
 import test_statistics
 import torch
-from table import Case, cases, fuzz
+from attention_cases import Case, cases, fuzz
 
 import attnfast
 import attnfast.decoding.memory
@@ -66,7 +66,7 @@ def host(library, monkeypatch):
 
     for module in (attnfast.functional, attnfast.decoding.memory):
         monkeypatch.setattr(module, "select_backend", chosen)
-    monkeypatch.setitem(table.DEVICE, "cuda", table.CPU)
+    monkeypatch.setitem(attention_cases.DEVICE, "cuda", attention_cases.CPU)
     return "cuda"
 
 

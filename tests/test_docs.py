@@ -8,8 +8,8 @@ import subprocess
 from pathlib import Path
 from unittest import mock
 
+import attention_cases
 import pytest
-import table
 import torch
 from integrations import reference_projects
 from torch import nn
@@ -160,12 +160,17 @@ def test_names_are_defined(page):
 def test_counts_are_those_of_the_code():
     testing = (ROOT / "docs" / "testing.md").read_text()
     words = {2: "twice", 4: "four"}
-    orders, sets = len(table.in_orders(None)) - 1, len(list(table.nearby({}, lambda args: {})))
+    orders, sets = (
+        len(attention_cases.in_orders(None)) - 1,
+        len(list(attention_cases.nearby({}, lambda args: {}))),
+    )
     assert f"{words[orders]} other summation orders" in testing
     assert f"on {sets} sets of inputs" in " ".join(testing.split())
-    assert f"at most {words[table.FACTOR]} the error" in " ".join(testing.split())
-    assert f"a floor of {table.FLOOR[torch.float32]:.0e}".replace("e-0", "e-") in testing
-    assert {table.FLOOR_ULPS[x] for x in (torch.float16, torch.bfloat16)} == {1}  # "one unit"
+    assert f"at most {words[attention_cases.FACTOR]} the error" in " ".join(testing.split())
+    assert f"a floor of {attention_cases.FLOOR[torch.float32]:.0e}".replace("e-0", "e-") in testing
+    assert {attention_cases.FLOOR_ULPS[x] for x in (torch.float16, torch.bfloat16)} == {
+        1
+    }  # "one unit"
     contributing = (ROOT / "CONTRIBUTING.md").read_text()
     steps = re.findall(
         r"^\d\. `([^`]+)`", contributing.split("## Adding an argument")[0], re.MULTILINE

@@ -68,7 +68,7 @@ ALL, EACH = "once, after the backward of all steps", "at every step"
             "without gradients, appended to, or reord",
         ),
         (lambda m: m._replace(key=m.key * 1), EACH, "the memory's tensors were replaced"),
-        (lambda m: m._replace(steps=None), EACH, "in a compiled graph"),
+        (lambda m: m._replace(shared_keys=None), EACH, "in a compiled graph"),
     ],
 )
 def test_when_the_gradients_of_keys_are_computed(change, when, reason):

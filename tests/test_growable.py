@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 import torch
-from table import DEVICE, FLOOR, Case, inputs, runnable
+from attention_cases import DEVICE, FLOOR, Case, inputs, runnable
 from test_memory import gradients, same
 from torch import nn
 
@@ -275,13 +275,13 @@ def test_keys_are_prepared_once(monkeypatch):
     attend(query, older)
     assert rows == [4, 5, 1, 7]  # where they have moved all of them
     rows.clear()
-    kept = memory.steps.prepared()[:, 0]
+    kept = memory.shared_keys.prepared()[:, 0]
     assert not rows
     torch.testing.assert_close(kept, torch.exp(2 * key[[1, 1], :7]), atol=0, rtol=2e-6)
     far = memory.append(key[:, 7] + 20, value[:, 7])
     attend(query, far)
-    assert far.steps.prepared() is None and older.steps.prepared() is not None
-    assert far.append(key[:, 0], value[:, 0]).steps.prepared() is None
+    assert far.shared_keys.prepared() is None and older.shared_keys.prepared() is not None
+    assert far.append(key[:, 0], value[:, 0]).shared_keys.prepared() is None
 
 
 def test_modes(parts):

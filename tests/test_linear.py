@@ -7,8 +7,8 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import attention_cases
 import pytest
-import table
 import torch
 from torch import nn
 from torch.autograd import gradcheck
@@ -21,7 +21,7 @@ from attnfast.ops.backends import unsupported_reason
 from attnfast.ops.linear import LINEAR, LinearInputs
 from attnfast.ops.operators import CHECKS
 
-if reason := unsupported_reason("cpu", table.CPU, torch.float32):
+if reason := unsupported_reason("cpu", attention_cases.CPU, torch.float32):
     pytest.skip(f"cpu: {reason}", allow_module_level=True)
 
 #: Rows, features, outputs: about panels, blocks of rows and the depth that is taken at a time.
@@ -39,8 +39,8 @@ def arguments(sizes, dtype, layout="contiguous", seed=0, bias=True):
     return {
         name: None
         if shape is None
-        else table._leaf(
-            table._laid_out(
+        else attention_cases._leaf(
+            attention_cases._laid_out(
                 torch.randn(shape, generator=g, dtype=torch.float64).to(dtype),
                 layout if len(shape) == 2 else "contiguous",
             )
@@ -53,7 +53,7 @@ def results(case, args, backend):
     def how(**given):
         return dispatch.run(LINEAR, LinearInputs(**given), backend)
 
-    return table.results(case, args, how, ("output",))
+    return attention_cases.results(case, args, how, ("output",))
 
 
 def check(sizes, dtype, layout="contiguous", seed=0, bias=True):
@@ -62,7 +62,9 @@ def check(sizes, dtype, layout="contiguous", seed=0, bias=True):
     got = results(case, args, "cpu")
     args = {name: x for name, x in args.items() if x is not None}
     plain = [results(case, args, "reference")]
-    table.check(case, got, results(case, table.doubled(args), "reference"), plain)
+    attention_cases.check(
+        case, got, results(case, attention_cases.doubled(args), "reference"), plain
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -76,7 +78,7 @@ def test_table(sizes, dtype):
 def test_fuzz(seed):
     draw = random.Random(seed)
     for _ in range(16):
-        sizes = [table.size(draw, 9, 70, 700) for _ in range(3)]
+        sizes = [attention_cases.size(draw, 9, 70, 700) for _ in range(3)]
         dtype = draw.choice((torch.float32, torch.float64))
         check(sizes, dtype, draw.choice(LAYOUTS), draw.randint(0, 999), draw.random() < 0.5)
 
@@ -223,7 +225,9 @@ def test_where_pytorch_does_more(calls):
 def test_other_dtypes_are_pytorchs(dtype, calls):
     x, weight = torch.randn(6, 4).to(dtype), torch.randn(3, 4).to(dtype)
     assert torch.equal(code.linear(x, weight), F.linear(x, weight)) and not calls
-    assert dtype == torch.complex64 or unsupported_reason("cpu", table.CPU, dtype, "linear")
+    assert dtype == torch.complex64 or unsupported_reason(
+        "cpu", attention_cases.CPU, dtype, "linear"
+    )
 
 
 class Twice(torch.Tensor):

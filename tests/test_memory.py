@@ -9,7 +9,7 @@ import weakref
 
 import pytest
 import torch
-from table import (
+from attention_cases import (
     DEVICE,
     Case,
     check,
@@ -165,9 +165,9 @@ def test_only_a_query_is_asked_for(parts):
     a, b = attend(first, m)[0], attend(second, m)[0]
     want = eager_of(leaves)
     same(gradients([first], a, retain_graph=True), gradients([first], want(first)))
-    assert not m.steps.waiting.left  # what nobody took is gone
+    assert not m.shared_keys.waiting.by_task  # what nobody took is gone
     same(gradients(leaves, a, b), gradients(leaves, want(first), want(second)))
-    assert not m.steps.waiting.left
+    assert not m.shared_keys.waiting.by_task
 
 
 def test_retained_graph(parts):
@@ -370,8 +370,8 @@ def test_a_backward_leaves_nothing(parts, fails):
             gradients(leaves, out)
     else:
         gradients(leaves, out)
-    assert not m.steps.waiting.left
-    alive = weakref.ref(m.steps)
+    assert not m.shared_keys.waiting.by_task
+    alive = weakref.ref(m.shared_keys)
     del m, once, out
     gc.collect()
     assert alive() is None
@@ -472,13 +472,13 @@ def test_what_a_backend_prepares_is_kept_and_dropped(monkeypatch):
     for _ in range(3):
         attend(args["query"], m)
     assert len(calls) == 1
-    kept = m.steps.prepared()
+    kept = m.shared_keys.prepared()
     assert kept.shape == (2, 1, 70, 64)
     torch.testing.assert_close(kept[:, 0, :, :40], torch.exp(2 * args["key"]), atol=0, rtol=2e-6)
     assert not kept[..., 40:].any()
     far = prepare(args["key"] + 11, args["value"], args["score_vector"])
-    assert far.steps.prepared() is None
-    assert prepare(args["key"], args["value"]).steps.prepared() is None  # dot
+    assert far.shared_keys.prepared() is None
+    assert prepare(args["key"], args["value"]).shared_keys.prepared() is None  # dot
 
 
 def test_log_sum_exp_of_steps(backend):

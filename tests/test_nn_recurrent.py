@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 import torch
-from table import CPU
+from attention_cases import CPU
 from test_recurrent import RECURRENCES
 from torch import Tensor, nn
 

@@ -512,7 +512,7 @@ def test_a_call_that_one_backend_cannot_run_goes_to_the_next(monkeypatch):
     monkeypatch.setattr(backends, "_triton_missing", lambda: False)
     monkeypatch.setattr(backends, "has_kernel", lambda *_: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    monkeypatch.setattr(backends.Cuda, "_unable", lambda *_: "it was not built")
+    monkeypatch.setattr(backends.Cuda, "_unsupported_reason", lambda *_: "it was not built")
     most = backends.Triton.most_filters
     asked = (torch.device("cuda", 7), torch.float32, "coverage_attention", True)
     assert backends.select_backend(None, *asked, filters=most) == "triton"

@@ -9,7 +9,7 @@ from typing import Any, get_type_hints
 
 import pytest
 import torch
-from table import CPU, DEVICE, check, devices, size
+from attention_cases import CPU, DEVICE, check, devices, size
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 

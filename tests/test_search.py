@@ -5,7 +5,7 @@ import random
 
 import pytest
 import torch
-from table import CPU, DEVICE
+from attention_cases import CPU, DEVICE
 from test_recurrent import Case, as_bfloat16, doubled, refusal
 from test_recurrent import call as layer_call
 from torch import Tensor

@@ -247,7 +247,9 @@ def test_hard_attention_shows_nan(training):
     hard = HardAttention(BahdanauAttention(H, 7, 8), average=0.0).train(training)
     state, source = torch.randn(B, 4, H), torch.randn(B, 5, 7)
     memory = hard.prepare(source, torch.tensor([5, 5, 0]))
-    memory = memory._replace(key=memory.key.index_fill(0, torch.tensor(1), torch.nan), steps=None)
+    memory = memory._replace(
+        key=memory.key.index_fill(0, torch.tensor(1), torch.nan), shared_keys=None
+    )
     context, _, drawn = hard(state, memory)
     assert context[1].isnan().all() and context[0].isfinite().all() and not context[2].any()
     assert drawn.log_prob.isnan().tolist() == [False, True, False]

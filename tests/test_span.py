@@ -5,10 +5,10 @@ import math
 import random
 from dataclasses import replace
 
+import attention_cases
 import pytest
-import table
 import torch
-from table import (
+from attention_cases import (
     CPU,
     DEVICE,
     Case,
@@ -127,8 +127,8 @@ SIZES = ((17, 17), (33, 20), (9, 70), (1, 40), (70, 129), (3, 2))
 def cases():
     """Every span, over positions, sizes, terms, layouts, heads and dtypes."""
     draw = random.Random(0)
-    sizes, terms = itertools.cycle(SIZES), itertools.cycle(table.TERMS)
-    layouts = itertools.cycle(table.LAYOUTS)
+    sizes, terms = itertools.cycle(SIZES), itertools.cycle(attention_cases.TERMS)
+    layouts = itertools.cycle(attention_cases.LAYOUTS)
     out = []
     for score, span in itertools.product(("dot", "tanh"), SPANS):
         steady = span.stride > 1 and not span.fixed
@@ -217,7 +217,7 @@ def test_fuzz(seed, backend):
     leave_out(backend, seed > 1)
     draw = random.Random(seed)
     count, most = (2, 4_000) if backend == "triton" else (32, 200_000)
-    for case in table.fuzz(100 + seed, count, most):
+    for case in attention_cases.fuzz(100 + seed, count, most):
         span, position = draw_span(draw)
         if runnable(backend, case) and (backend != "triton" or span.stride < 4):
             judge(case, span, position, backend)  # a failure prints the case
@@ -235,7 +235,7 @@ SPAN = Span(window=(1, 2))
 def weigh(args, span, backend, **options):
     """Context, compact weights and log-sum-exp."""
     options = {"need_weights": True, **options}
-    return table.every(attend(args, span=span, backend=backend, **options))
+    return attention_cases.every(attend(args, span=span, backend=backend, **options))
 
 
 @pytest.mark.parametrize("score", SCORES)
@@ -309,7 +309,7 @@ def test_prior(learned, span, score, backend):
     width = width if learned else torch.tensor(1.5)
     prior = -((torch.arange(9) - center.unsqueeze(-1)) ** 2) / (2 * width.unsqueeze(-1) ** 2)
     mask = mask_of(span, center.detach(), 9)
-    want = table.exact(**{**exact, "bias": prior, "mask": mask})
+    want = attention_cases.exact(**{**exact, "bias": prior, "mask": mask})
     for a, b in zip(got, want):
         torch.testing.assert_close(a.double().cpu(), b, atol=2e-5, rtol=1e-5)
     if not learned:

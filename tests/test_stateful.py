@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from table import EAGER
+from attention_cases import EAGER
 from torch import nn
 
 from attnfast.decoding.deferred import DeferredKeyGradients

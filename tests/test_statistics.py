@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from table import (
+from attention_cases import (
     DEVICE,
     Case,
     attend,

@@ -21,7 +21,7 @@ _short = reprlib.Repr()
 _short.maxstring = _short.maxother = 60
 
 #: The largest length and the largest index of a key.
-MOST = 2**31 - 1
+MAX_INT32 = 2**31 - 1
 #: Kinds of elements, by their names in error messages.
 KINDS: dict[str, Callable[[torch.dtype], bool]] = {
     "floating-point": lambda dtype: dtype.is_floating_point,

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from attnfast._utils.checks import (
-    MOST,
+    MAX_INT32,
     check_array,
     check_device,
     check_int,
@@ -105,7 +105,7 @@ class _Given:
         if x is None:
             return torch.full((B,), self.Tk if most is None else most, device=like.device)
         check_device(name, x, like, "weights")  # type: ignore[arg-type]
-        check_numbers(name, x, B, 0, MOST if most is None else most, "weights")
+        check_numbers(name, x, B, 0, MAX_INT32 if most is None else most, "weights")
         assert isinstance(x, Tensor)
         return x.long()
 
@@ -470,7 +470,7 @@ def extract_alignment(
         [{(1, 0)}]
     """
     check_number("min_weight", min_weight, 0, 1)
-    if null is not None and (not is_int(null) or not -1 <= null <= MOST):
+    if null is not None and (not is_int(null) or not -1 <= null <= MAX_INT32):
         raise_value_error("null", "None, −1 or the number of a key", describe(null))
     of = _Given(weights, lengths, target_lengths, key_indices)
     if of.heads:

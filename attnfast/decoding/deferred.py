@@ -77,7 +77,7 @@ def no_double_backward(backward: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-class _Left(list):
+class _PendingSteps(list):
     """List of pending steps of one backward pass, which can be weakly referenced."""
 
     sums: tuple[Tensor, ...] | None = None
@@ -92,23 +92,23 @@ class PendingGradients:
     """
 
     def __init__(self):
-        self.left: weakref.WeakValueDictionary[int, _Left] = weakref.WeakValueDictionary()
+        self.by_task = weakref.WeakValueDictionary[int, _PendingSteps]()
 
-    def pending(self) -> _Left:
+    def pending(self) -> _PendingSteps:
         """Return the list of pending steps of the running backward, to append to."""
         task = number_of_backward()
-        left = self.left.get(task)
-        if left is None:
-            left = self.left[task] = _Left()
-            at_end_of_backward(lambda left=left: None)  # type: ignore[misc]
-        return left
+        pending = self.by_task.get(task)
+        if pending is None:
+            pending = self.by_task[task] = _PendingSteps()
+            at_end_of_backward(lambda pending=pending: None)  # type: ignore[misc]
+        return pending
 
     def collect(self) -> tuple[list[Any], tuple[Tensor, ...] | None]:
         """Return the pending steps of the running backward and their sums, and clear both."""
-        left = self.left.get(number_of_backward(), _Left())
-        taken, sums = list(left), left.sums
-        left.clear()
-        left.sums = None
+        pending = self.by_task.get(number_of_backward(), _PendingSteps())
+        taken, sums = list(pending), pending.sums
+        pending.clear()
+        pending.sums = None
         return taken, sums
 
 
@@ -175,7 +175,7 @@ class SharedKeys:
         backend: str,
         deferred: bool = False,
         mask: Tensor | None = None,
-        room: GrowableBuffer | None = None,
+        buffer: GrowableBuffer | None = None,
     ):
         self.source = source
         key, value, _, score_vector, _, _ = source
@@ -193,7 +193,7 @@ class SharedKeys:
             self.token = DeferredKeyGradients.apply(
                 key, value, score_vector, None, None, None, self._shared()
             )
-        self._room = room  # the buffer of the keys, if they grow
+        self._buffer = buffer  # the buffer of the keys, if they grow
         self._is_prepared = False
         self._prepared: Tensor | None = None
         self._features: Features | None = None
@@ -230,7 +230,7 @@ class SharedKeys:
             )
         return False
 
-    def serve(self, query: Tensor, source: KeyValues) -> bool:
+    def matches(self, query: Tensor, source: KeyValues) -> bool:
         """Return whether this is one query over the tensors that the keys were prepared from."""
         key, value, lengths, score_vector, score, backend = self.source
         return (
@@ -255,10 +255,10 @@ class SharedKeys:
         if not self._is_prepared:
             key, _, lengths, _, score, _ = self.source
             with torch.inference_mode(False):  # so that a backward can save it
-                if self._room is None:
+                if self._buffer is None:
                     self._prepared = BACKENDS[self.backend].prepare(key, lengths, score)
                 else:
-                    self._prepared = self._room.prepared(key.shape[-2], self.backend, score)
+                    self._prepared = self._buffer.prepared(key.shape[-2], self.backend, score)
             self._is_prepared = True
         return self._prepared
 
@@ -343,10 +343,10 @@ class Step(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, query, token, bias, call: AttentionInputs, steps, need_weights):
-        result = ATTENTION(steps.backend, call)
+    def forward(ctx: Any, query, token, bias, call: AttentionInputs, shared, need_weights):
+        result = ATTENTION(shared.backend, call)
         ATTENTION.setup_context(ctx, call, result, bias if ctx.needs_input_grad[2] else None)
-        ctx.backend, ctx.waiting = steps.backend, steps.waiting
+        ctx.backend, ctx.waiting = shared.backend, shared.waiting
         weights = result.weights if need_weights else None
         statistics = result.statistics if call.need_statistics else None
         return result.context, weights, result.log_sum_exp, statistics
@@ -378,17 +378,17 @@ class HistoryStep(Function):
     @staticmethod
     @no_double_backward
     def backward(ctx: Any, *grad_outputs):
-        left, (of, saved) = ctx.waiting.pending(), COVERAGE.arguments(ctx, grad_outputs)
+        pending, (of, saved) = ctx.waiting.pending(), COVERAGE.arguments(ctx, grad_outputs)
         if of.filters is None:
             gradients = COVERAGE.backward(ctx.backend, of._replace(need_grad_score=True))
             grad_score = gradients.grad_score * of.scale
-            left.append(SavedStep(of.query, of.weights, grad_score, of.grad_context))
+            pending.append(SavedStep(of.query, of.weights, grad_score, of.grad_context))
         else:
-            if left.sums is None:
+            if pending.sums is None:
                 batch = of.weights.shape[:-2]
                 of_all = ((of.score_vector, 1), (of.filters, 3), (of.projection, 2))
                 shapes = (of.key.shape, *((*batch, *x.shape[-n:]) for x, n in of_all))
-                left.sums = tuple(of.weights.new_zeros(shape) for shape in shapes)
-            gradients = backward_into(ctx.backend, of, left.sums)
-            left.append(SavedFeatures(of.weights, of.grad_context))
+                pending.sums = tuple(of.weights.new_zeros(shape) for shape in shapes)
+            gradients = backward_into(ctx.backend, of, pending.sums)
+            pending.append(SavedFeatures(of.weights, of.grad_context))
         return (*COVERAGE.of_inputs(ctx, gradients), None, None, None), saved

@@ -65,9 +65,9 @@ class _Appended(Function):
     """``torch.cat([old, new], -2)`` in a buffer that already contains ``old``."""
 
     @staticmethod
-    def forward(ctx: Any, old: Tensor, new: Tensor, room: GrowableBuffer):
+    def forward(ctx: Any, old: Tensor, new: Tensor, buffer: GrowableBuffer):
         ctx.rows = old.shape[-2]
-        return room.write(ctx.rows, new)
+        return buffer.write(ctx.rows, new)
 
     @staticmethod
     def backward(ctx: Any, grad: Any):
@@ -75,35 +75,35 @@ class _Appended(Function):
         return grad[..., : ctx.rows, :], new, None
 
 
-def copy_reason(room: GrowableBuffer | None, old: Tensor, new: Tensor) -> str | None:
+def copy_reason(buffer: GrowableBuffer | None, old: Tensor, new: Tensor) -> str | None:
     """Return why appending rows copies all rows, or None if it writes the new ones alone."""
-    if room is None:
+    if buffer is None:
         return "the rows have no buffer before the first append"
-    newest = room.newest()
+    newest = buffer.newest()
     if newest is None:
         return "the buffer has no spare rows yet"
     if newest is not old:
         return "the memory is not the newest of those that share its buffer"
-    if old.shape[-2] + new.shape[-2] > room.rows.shape[-2]:
+    if old.shape[-2] + new.shape[-2] > buffer.rows.shape[-2]:
         return "the buffer is full, and its capacity doubles"
     return None
 
 
 def append_rows(
-    room: GrowableBuffer | None, old: Tensor, new: Tensor
+    buffer: GrowableBuffer | None, old: Tensor, new: Tensor
 ) -> tuple[Tensor, GrowableBuffer]:
     """Return ``torch.cat([old, new], -2)`` and its buffer.
 
     Spare capacity is allocated from the second append on, because a search may reorder, and so
     copy, the rows at every step.
     """
-    if room is None:
+    if buffer is None:
         x = torch.cat([old, new], -2)
         return x, GrowableBuffer(x)
-    if copy_reason(room, old, new) is not None:
-        room = GrowableBuffer.like(old, 2 * (old.shape[-2] + new.shape[-2]))
-        room.write(0, old)
+    if copy_reason(buffer, old, new) is not None:
+        buffer = GrowableBuffer.like(old, 2 * (old.shape[-2] + new.shape[-2]))
+        buffer.write(0, old)
     recorded = torch.is_grad_enabled() and (old.requires_grad or new.requires_grad)
-    x = _Appended.apply(old, new, room) if recorded else room.write(old.shape[-2], new)
-    room.newest = weakref.ref(x)
-    return x, room
+    x = _Appended.apply(old, new, buffer) if recorded else buffer.write(old.shape[-2], new)
+    buffer.newest = weakref.ref(x)
+    return x, buffer

@@ -25,7 +25,7 @@ from attnfast._utils.dispatch_log import is_recording, record
 from attnfast._utils.torch_private import has_dispatch_mode, has_saved_tensor_hooks
 from attnfast.decoding.deferred import HistoryStep, KeyValues, SharedKeys, Step
 from attnfast.decoding.growable import GrowableBuffer, append_rows, copy_reason
-from attnfast.functional import cover, coverage_call, covered, filters_of
+from attnfast.functional import coverage_call, coverage_output, filters_of, run_coverage
 from attnfast.ops import dispatch, lowering
 from attnfast.ops.arguments import (
     as_returned,
@@ -59,11 +59,11 @@ class Memory(NamedTuple):
     ``key [B, (H,) Tk, A]``, ``value [B, (H,) Tk, Dv]``, ``lengths [B]`` or None,
     ``mask [B, (1,) 1, Tk]`` or None; ``score_vector [A]`` or ``[H, A]`` of the additive score, None
     for the dot score; ``backend``, the requested one, or None; ``fertility [B, Tk]`` for coverage,
-    or None; ``score``, ``"dot"`` or the additive score's activation; ``steps``, what decoder steps
-    share to compute the gradients of keys and values at once, or None; ``rooms``, the buffers of
-    key and value if the memory grows. Attending raises RuntimeError if key, value, lengths,
-    score_vector or mask was modified in place (detected by version counters; writes through
-    ``.data`` are not detected).
+    or None; ``score``, ``"dot"`` or the additive score's activation; ``shared_keys``, what
+    decoder steps share to compute the gradients of keys and values at once, or None; ``buffers``,
+    those of key and value if the memory grows. Attending raises RuntimeError if key, value,
+    lengths, score_vector or mask was modified in place (detected by version counters; writes
+    through ``.data`` are not detected).
 
     A memory pickles as its tensors do: keys lose their autograd graph. Two threads may read the
     same memory, but not append to it.
@@ -81,10 +81,10 @@ class Memory(NamedTuple):
     mask: Tensor | None = None
     score_vector: Tensor | None = None
     backend: str | None = None
-    steps: SharedKeys | None = None
+    shared_keys: SharedKeys | None = None
     fertility: Tensor | None = None
     score: str = "dot"
-    rooms: tuple[GrowableBuffer | None, GrowableBuffer | None] = (None, None)
+    buffers: tuple[GrowableBuffer | None, GrowableBuffer | None] = (None, None)
 
     def index_select(self, index: Tensor) -> Memory:
         """Return the memory of the sequences ``index``, reordered or repeated for beam search."""
@@ -93,8 +93,9 @@ class Memory(NamedTuple):
         if self.mask is not None and len(self.mask) != len(self.key):
             del kept["mask"]  # one for all sequences
         chosen = {name: x.index_select(0, index) for name, x in kept.items()}
-        memory = self._replace(**chosen, steps=None, rooms=(None, None))
-        return memory if self.steps is None else memory._with_steps(self.steps.backend)
+        memory = self._replace(**chosen, shared_keys=None, buffers=(None, None))
+        shared = self.shared_keys
+        return memory if shared is None else memory._with_shared_keys(shared.backend)
 
     def append(self, key: Tensor, value: Tensor) -> Memory:
         """Return the memory with more keys and values appended; this one is not modified.
@@ -112,7 +113,7 @@ class Memory(NamedTuple):
             ValueError, TypeError: an argument does not fit; the message names it.
         """
         new = self._new_rows(key, value)
-        _usable(self.steps)
+        _usable(self.shared_keys)
         mask = self._whole_mask()
         if mask is not None:
             mask = pad(mask, (0, new[0].shape[-2]), value=True)
@@ -122,14 +123,19 @@ class Memory(NamedTuple):
             rows = [(torch.cat(x, -2), None) for x in both]
         else:
             if is_recording():
-                reason = copy_reason(self.rooms[0], self.key, new[0])
+                reason = copy_reason(self.buffers[0], self.key, new[0])
                 record("append", "a copy of all keys" if reason else "in place", reason)
-            rows = [append_rows(room, *x) for room, x in zip(self.rooms, both)]
-        (key, of_key), (value, of_value) = rows
+            rows = [append_rows(buffer, *x) for buffer, x in zip(self.buffers, both)]
+        (key, key_buffer), (value, value_buffer) = rows
         grown = self._replace(
-            key=key, value=value, lengths=None, mask=mask, steps=None, rooms=(of_key, of_value)
+            key=key,
+            value=value,
+            lengths=None,
+            mask=mask,
+            shared_keys=None,
+            buffers=(key_buffer, value_buffer),
         )
-        return grown if is_tracing() else grown._with_steps(grown._chosen())
+        return grown if is_tracing() else grown._with_shared_keys(grown._chosen())
 
     def _new_rows(self, key: Any, value: Any) -> list[Tensor]:
         """Return key and value as ``[B, (H,) n, ·]``; raise if they cannot be appended."""
@@ -178,15 +184,15 @@ class Memory(NamedTuple):
         """Return the backend of steps."""
         return select_backend(self.backend, self.key.device, self.key.dtype, step=True)
 
-    def _with_steps(self, backend: str, deferred: bool = False) -> Memory:
-        steps = SharedKeys(self._common(), backend, deferred, self.mask, self.rooms[0])
-        return self._replace(steps=steps)
+    def _with_shared_keys(self, backend: str, deferred: bool = False) -> Memory:
+        shared = SharedKeys(self._common(), backend, deferred, self.mask, self.buffers[0])
+        return self._replace(shared_keys=shared)
 
     def __reduce__(self):
-        alone = self._replace(steps=None, rooms=(None, None))
-        if self.rooms[0] is not None:  # not the whole buffer
+        alone = self._replace(shared_keys=None, buffers=(None, None))
+        if self.buffers[0] is not None:  # not the whole buffer
             alone = alone._replace(key=self.key.clone(), value=self.value.clone())
-        return _restored, (self.steps is not None, *alone)
+        return _restored, (self.shared_keys is not None, *alone)
 
     def _common(self) -> KeyValues:
         """Return the keys, values and terms that all steps share."""
@@ -196,10 +202,10 @@ class Memory(NamedTuple):
         )
 
 
-def _restored(has_steps: bool, *fields) -> Memory:
+def _restored(has_shared_keys: bool, *fields) -> Memory:
     """Return an unpickled memory."""
     memory = Memory(*fields)
-    return memory._with_steps(memory._chosen()) if has_steps else memory
+    return memory._with_shared_keys(memory._chosen()) if has_shared_keys else memory
 
 
 def check_memory(memory: object) -> None:
@@ -231,35 +237,35 @@ def _check_query(query: Any, memory: Memory) -> None:
     check_like("query", query, memory.key, "the memory's")
 
 
-def _usable(steps: SharedKeys | None) -> SharedKeys | None:
-    """Return ``steps`` after checking that its tensors are unchanged; None while tracing."""
-    if steps is None or is_tracing():
+def _usable(shared: SharedKeys | None) -> SharedKeys | None:
+    """Return ``shared`` after checking that its tensors are unchanged; None while tracing."""
+    if shared is None or is_tracing():
         return None
-    steps.check_unchanged()
-    return steps
+    shared.check_unchanged()
+    return shared
 
 
 def _record_deferral(query: Any, memory: Memory, steady: bool = True) -> None:
     """Record when a step's gradients of keys, values and score vector are computed, and why."""
-    shared = memory.key, memory.value, memory.score_vector
-    needed = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in shared)
+    inputs = memory.key, memory.value, memory.score_vector
+    needed = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     if not needed or not isinstance(query, Tensor) or query.shape[-2:-1] != (1,):
         return
-    steps = memory.steps
-    if steps is None:
+    shared = memory.shared_keys
+    if shared is None:
         reason: str | None = "the memory was prepared in a compiled graph"
-    elif steps.backend == "reference":
+    elif shared.backend == "reference":
         reason = "the reference backend runs the steps"
-    elif steps.token is None:
+    elif shared.token is None:
         reason = "the memory was prepared without gradients, appended to, or reordered"
-    elif not steps.serve(query, memory._common()):
+    elif not shared.matches(query, memory._common()):
         reason = "the query's dtype is not the keys', or the memory's tensors were replaced"
     elif not steady:
         reason = "the span has a stride, or there is one for each head"
     elif has_saved_tensor_hooks():
         reason = "saved-tensor hooks are active, as in a checkpoint"
     else:
-        reason = None if steps.defers() else "a backward is running, as in a checkpoint"
+        reason = None if shared.defers() else "a backward is running, as in a checkpoint"
     when = "at every step" if reason else "once, after the backward of all steps"
     record("gradients of keys", when, reason)
 
@@ -268,28 +274,28 @@ def _attend_once(
     query: Tensor,
     memory: Memory,
     scale: float,
-    place: SpanArguments | None,
+    within: SpanArguments | None,
     need_weights: bool | str,
     need_statistics: bool,
     bias: Tensor | None,
 ) -> AttentionOutput:
     """Attend with one query through the memory's steps, within a span if one is given."""
-    steps: Any = memory.steps
-    defers, lowered = steps.defers(), None
+    shared: Any = memory.shared_keys
+    defers, lowered = shared.defers(), None
     weights_too = defers or bool(need_weights)
-    call = memory._call(query, scale, weights_too, need_statistics, steps.prepared(), bias)
-    if place is not None:
-        lowered = lower(call, place, need_weights)
+    call = memory._call(query, scale, weights_too, need_statistics, shared.prepared(), bias)
+    if within is not None:
+        lowered = lower(call, within, need_weights)
         call = lowered.call
     if defers:
         raise_on_tangents(call)
         context, weights, log_sum_exp, statistics = Step.apply(
-            query, steps.token, call.bias, call, steps, bool(need_weights)
+            query, shared.token, call.bias, call, shared, bool(need_weights)
         )
         weights = as_returned(weights, query.dtype, bool(need_weights))
         result = attention_result(context, weights, log_sum_exp, statistics)
     else:
-        result = dispatch.run_attention(call, steps.backend)
+        result = dispatch.run_attention(call, shared.backend)
     return result if lowered is None else lowered.restore(result, need_weights)
 
 
@@ -355,7 +361,7 @@ def prepare(
         and torch.is_grad_enabled()
         and any(x is not None and x.requires_grad for x in (key, value, score_vector))
     )
-    return memory._with_steps(chosen, deferred)
+    return memory._with_shared_keys(chosen, deferred)
 
 
 def attend(
@@ -403,30 +409,30 @@ def attend(
     check_memory(memory)
     (query,) = autocast(query)
     plain = span is position is sigma is None and not isinstance(need_weights, str)
-    place = None if plain else SpanArguments(Span() if span is None else span, position, sigma)
+    within = None if plain else SpanArguments(Span() if span is None else span, position, sigma)
     check_form(need_weights)
     need_statistics = check_flag("need_statistics", need_statistics)
-    steps = _usable(memory.steps)
+    shared = _usable(memory.shared_keys)
     try:
-        if place is not None:
+        if within is not None:
             check(memory._call(query, scale, bias=bias))
             check_span(query, memory.key, span, position, sigma, need_weights)
-        steady = place is None or (isinstance(place.span, Span) and place.span.stride == 1)
+        steady = within is None or (isinstance(within.span, Span) and within.span.stride == 1)
         recording = is_recording()
         if recording:
             _record_deferral(query, memory, steady)
-        if steady and steps is not None and steps.serve(query, memory._common()):
+        if steady and shared is not None and shared.matches(query, memory._common()):
             if recording:
-                record("attention", steps.backend)  # chosen when the memory was prepared
-            return _attend_once(query, memory, scale, place, need_weights, need_statistics, bias)
+                record("attention", shared.backend)  # chosen when the memory was prepared
+            return _attend_once(query, memory, scale, within, need_weights, need_statistics, bias)
         call = memory._call(query, scale, bool(need_weights), need_statistics, bias=bias)
         call = autocast_call(call)
         backend = select_backend(memory.backend, query.device, query.dtype, step=True)
         if backend != "reference":
             call = fold_scale(call)
-        if place is None:
+        if within is None:
             return dispatch.run_attention(call, backend)
-        return lowering.run_within(place, call, need_weights, backend)
+        return lowering.run_within(within, call, need_weights, backend)
     except Exception:
         _check_query(query, memory)
         check(memory._call(query, scale, bias=bias))
@@ -496,24 +502,24 @@ def attend_with_history(
         projection, penalty, fertility, transition_prob, coverage,  # type: ignore[arg-type]
         previous, scale, memory.score,  # type: ignore[arg-type]
     )  # fmt: skip
-    steps = _usable(memory.steps)
+    shared = _usable(memory.shared_keys)
     if is_recording():
         _record_deferral(query, memory)
     if (
-        steps is not None
-        and steps.defers()
+        shared is not None
+        and shared.defers()
         and not has_saved_tensor_hooks()  # checkpointing
         and isinstance(query, Tensor)
-        and steps.serve(query, memory._common())
+        and shared.matches(query, memory._common())
     ):
         check_flag("need_weights", need_weights)
         checked = coverage_call(call, temperature, coverage_weight, channels, log_previous)
         asked = (memory.backend, query.device, query.dtype, COVERAGE.name)
-        if select_backend(*asked, filters=filters_of(checked)) == steps.backend:
+        if select_backend(*asked, filters=filters_of(checked)) == shared.backend:
             made_of = (coverage_weight, filters, channels, projection)
-            return _attend_once_with_history(checked, steps, made_of, need_weights)
+            return _attend_once_with_history(checked, shared, made_of, need_weights)
     try:
-        return cover(
+        return run_coverage(
             call, temperature, coverage_weight, channels, log_previous, need_weights, memory.backend
         )
     except Exception:
@@ -522,20 +528,20 @@ def attend_with_history(
 
 
 def _attend_once_with_history(
-    call: CoverageInputs, steps: Any, made_of: tuple[Any, ...], need_weights: bool
+    call: CoverageInputs, shared: Any, made_of: tuple[Any, ...], need_weights: bool
 ) -> CoverageOutput:
     """Attend with one query through the steps; ``made_of``: the user's tensors of the filters."""
     raise_on_tangents(call)
-    token, waiting = steps.token, steps.waiting
+    token, waiting = shared.token, shared.waiting
     if not filters_of(call):
         call = call._replace(filters=None, projection=None)
     if call.filters is not None and call.projection is not None:
-        features = steps.features(made_of, call.filters, call.projection)
+        features = shared.features(made_of, call.filters, call.projection)
         call = call._replace(filters=features.filters, projection=features.projection)
         token, waiting = features.token, features.waiting
     kept = {
         x: getattr(call, x) for x in ("key", "value", "score_vector")
     }  # their gradients are deferred
     call = call._replace(**{name: x.detach() for name, x in kept.items() if x is not None})
-    outputs = CoverageOutputs(*HistoryStep.apply(*call, token, waiting, steps.backend))
-    return covered(outputs, call, need_weights)
+    outputs = CoverageOutputs(*HistoryStep.apply(*call, token, waiting, shared.backend))
+    return coverage_output(outputs, call, need_weights)

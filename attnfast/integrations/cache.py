@@ -221,7 +221,9 @@ def cached_per_source(
     result = make()
     made_here = [x.base for key, x in list(kept.items()) if key != name and x.base is not None]
     entry = kept[name] = _Kept(result, of, source, way, missed, made_here)
-    node: Any = result.steps and result.steps.token if isinstance(result, Memory) else result
+    node: Any = (
+        result.shared_keys and result.shared_keys.token if isinstance(result, Memory) else result
+    )
     if getattr(node, "grad_fn", None) is not None:
         owner, made = weakref.ref(module), weakref.ref(entry)
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attnfast._utils.checks import (
-    MOST,
+    MAX_INT32,
     check_array,
     check_flag,
     check_like,
@@ -244,7 +244,7 @@ class ListenAttendSpell(nn.Module):
             ValueError, TypeError: an argument does not fit; the message names it.
         """
         check_tensor("lengths", lengths)
-        check_numbers("lengths", lengths, lengths.numel(), 0, MOST)
+        check_numbers("lengths", lengths, lengths.numel(), 0, MAX_INT32)
         for _ in self.encoder.layers:
             lengths = (lengths + self.encoder.factor - 1) // self.encoder.factor
         return lengths.cpu() + 1

@@ -29,7 +29,7 @@ from attnfast.ops.operators import accumulation_dtype
 from attnfast.ops.search import SEARCH, GreedySearchInputs
 
 #: The largest exponent of lengths; a power with a larger one would overflow.
-MOST = 64
+MAX_WEIGHT = 64
 
 
 def output_limits(model: Any, lengths: Tensor, max_output_length: int | None = None) -> Tensor:
@@ -288,8 +288,8 @@ def beam_search(
     for name, x in (("length_penalty", length_penalty), ("length_bonus", length_bonus)):
         if not is_finite(x):
             raise_value_error(name, "a finite number", describe(x))
-        if abs(x) > MOST:
-            raise_value_error(name, f"between -{MOST} and {MOST}", describe(x))
+        if abs(x) > MAX_WEIGHT:
+            raise_value_error(name, f"between -{MAX_WEIGHT} and {MAX_WEIGHT}", describe(x))
     if not is_finite(scorer_weight) or not 0 <= scorer_weight <= 1:
         raise_value_error("scorer_weight", "a number from 0 to 1", describe(scorer_weight))
     if scorer is not None and (

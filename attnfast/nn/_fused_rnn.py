@@ -174,7 +174,7 @@ def select_layer_backend(
         return None, "a dispatch mode is active, such as make_fx's or vmap's"
     remembers = isinstance(attention, HistoryAttention)
     if attention is not None:
-        if not is_plain(attention, *SERVED):
+        if not is_plain(attention, *FUSED_ATTENTIONS):
             return None, f"no operator has {type(attention).__name__}, or it has hooks"
         if memory is None or not isinstance(
             history, (CumulativeState if remembers else SpanState, type(None))
@@ -215,7 +215,7 @@ def _is_half(x: Any) -> bool:
 
 
 #: The kinds of attention that the operator supports.
-SERVED = (
+FUSED_ATTENTIONS = (
     BahdanauAttention, LuongAttention, LocalAttention, CoverageAttention, LocationAwareAttention,
     ForwardAttention,
 )  # fmt: skip
@@ -341,7 +341,7 @@ def terms_of(
 
 def _terms(attention: Any, memory: Memory, backend: str, prepared: bool) -> dict[str, Any]:
     """Return the arguments common to all kinds; ``prepared``: with the backend's prepared keys."""
-    kept, of_memory = None, None if is_tracing() else memory.steps
+    kept, of_memory = None, None if is_tracing() else memory.shared_keys
     if of_memory is not None:
         of_memory.check_unchanged()
         kept = of_memory.prepared() if prepared and of_memory.backend == backend else None

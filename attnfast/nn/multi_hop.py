@@ -157,8 +157,8 @@ class MultiHopAttention(nn.Module):
         for k in range(self.hops):
             at = memory.memories[k if self.tying == "adjacent" else 0]
             if self.linear:
-                if at.steps is not None and not is_tracing():
-                    at.steps.check_unchanged()
+                if at.shared_keys is not None and not is_tracing():
+                    at.shared_keys.check_unchanged()
                 weights: Any = _scores(u, at, 0)
                 context = weights @ at.value
             else:
@@ -330,7 +330,7 @@ class TopKAttention(_AttentionWrapper):
         with torch.no_grad():
             rows = attention.query_proj(state.unsqueeze(1) if state.dim() == 2 else state)
             wide = accumulation_dtype(rows.dtype)
-            rows, keys = rows.to(wide), keys._replace(key=keys.key.to(wide), steps=None)
+            rows, keys = rows.to(wide), keys._replace(key=keys.key.to(wide), shared_keys=None)
             k = min(self.k, keys.key.shape[1])
             if keys.score == "dot":
                 index = _scores(rows, keys, -torch.inf).topk(k).indices

@@ -128,7 +128,7 @@ class Backend:
 
     def unsupported_reason(self, request: DispatchKey) -> str | None:
         """Return why this cannot run a call, in words that follow "because", or None."""
-        if reason := self._unable(request):
+        if reason := self._unsupported_reason(request):
             return reason
         whole = ("recurrent", "greedy_search", "linear")
         if request.operator in whole and request.dtype in HALF:
@@ -137,7 +137,7 @@ class Backend:
         registered = any(has_kernel(name, k) for k in (key, "CompositeExplicitAutograd"))
         return None if registered else f"it has no {request.operator} yet"
 
-    def _unable(self, request: DispatchKey) -> str | None:
+    def _unsupported_reason(self, request: DispatchKey) -> str | None:
         raise NotImplementedError
 
     def rank(self, request: DispatchKey) -> float:
@@ -165,7 +165,7 @@ class Triton(Backend):
     name = "triton"
     most_filters = 128  # more do not fit into shared memory
 
-    def _unable(self, request: DispatchKey) -> str | None:
+    def _unsupported_reason(self, request: DispatchKey) -> str | None:
         if _triton_missing():
             return "the package triton is not installed"
         if reason := not_installed():
@@ -199,7 +199,7 @@ class Cuda(Backend):
 
     name = "cuda"
 
-    def _unable(self, request: DispatchKey) -> str | None:
+    def _unsupported_reason(self, request: DispatchKey) -> str | None:
         if not torch.cuda.is_available():
             return "torch sees no CUDA device"
         if request.device.type != "cuda":
@@ -226,7 +226,7 @@ class Cpu(Backend):
     name = "cpu"
     packs = True
 
-    def _unable(self, request: DispatchKey) -> str | None:
+    def _unsupported_reason(self, request: DispatchKey) -> str | None:
         if request.device.type != "cpu":
             return f"it runs on CPU tensors, not on {request.device.type}"
         return load_library("_C_cpu")

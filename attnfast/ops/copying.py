@@ -26,8 +26,9 @@ from attnfast.ops.operators import Operator, implement
 
 #: The log-probability of an impossible word: that of the smallest normal float32.
 LOWEST = math.log(torch.finfo(torch.float32).tiny)
-#: In log space a gradient is at most e^LIMIT, and a copy probability below e^−LIMIT counts as 0.
-LIMIT = 80
+#: The logarithm of the largest gradient of a log-probability; a copy probability whose logarithm is
+#: below its negative counts as 0.
+MAX_LOG_GRADIENT = 80
 
 
 class CopyInputs(NamedTuple):

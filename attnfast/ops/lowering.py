@@ -83,11 +83,11 @@ class LoweredCall(NamedTuple):
         return torch.stack([entropy, largest, position, mean, k * k * variance], -1)
 
 
-def lower(call: AttentionInputs, place: SpanArguments, form: bool | str) -> LoweredCall:
+def lower(call: AttentionInputs, within: SpanArguments, form: bool | str) -> LoweredCall:
     """Express one span by the arguments of the operator."""
-    span: Any = place.span
-    position: Any = place.position
-    sigma = place.sigma
+    span: Any = within.span
+    position: Any = within.position
+    sigma = within.sigma
     query, Tk, lengths, bias = call.query, call.key.shape[-2], call.lengths, call.bias
     # For windows wider than all keys the columns are gathered from the keys at the end.
     compact = span.compact and span.columns(Tk) <= (Tk + span.stride - 1) // span.stride
@@ -128,10 +128,10 @@ def lower(call: AttentionInputs, place: SpanArguments, form: bool | str) -> Lowe
         pad_rows = first_position(position, query.shape[-2], Tk) % span.stride
         call = _in_phases(call, span, position, pad_rows)
         return LoweredCall(call, query, Tk, keys, window_columns, span, pad_rows)
-    return LoweredCall(_every(call, span.stride), query, Tk, keys, window_columns, span)
+    return LoweredCall(_strided_keys(call, span.stride), query, Tk, keys, window_columns, span)
 
 
-def _every(call: AttentionInputs, k: int) -> AttentionInputs:
+def _strided_keys(call: AttentionInputs, k: int) -> AttentionInputs:
     """Return the call on every k-th key."""
     if k == 1:
         return call
@@ -169,15 +169,15 @@ def _in_phases(call: AttentionInputs, span: Span, position: Any, pad_rows: int) 
 
 
 def _run_within_one(
-    place: SpanArguments, call: AttentionInputs, form: bool | str, backend: str
+    within: SpanArguments, call: AttentionInputs, form: bool | str, backend: str
 ) -> AttentionOutput:
     """Run a backend within one span."""
-    lowered = lower(call, place, form)
+    lowered = lower(call, within, form)
     return lowered.restore(dispatch.run_attention(lowered.call, backend), form)
 
 
 def run_within(
-    place: SpanArguments, call: AttentionInputs, form: bool | str, backend: str
+    within: SpanArguments, call: AttentionInputs, form: bool | str, backend: str
 ) -> AttentionOutput:
     """Run a backend within a span, or one for each head; heads of one span run together.
 
@@ -185,9 +185,9 @@ def run_within(
     """
     if call.bias is not None:  # its gradient is rounded once, after sums over keys and heads
         call = call._replace(bias=call.bias.to(accumulation_dtype(call.bias.dtype)))
-    spans = place.span
+    spans = within.span
     if spans is None or isinstance(spans, Span):
-        return _run_within_one(place._replace(span=spans or Span()), call, form, backend)
+        return _run_within_one(within._replace(span=spans or Span()), call, form, backend)
 
     groups = {span: [i for i, x in enumerate(spans) if x == span] for span in dict.fromkeys(spans)}
     neighbours = all(index[-1] - index[0] < len(index) for index in groups.values())
@@ -211,7 +211,7 @@ def run_within(
                 x: heads(getattr(call, x), index) for x in ("query", "key", "value", "bias", "mask")
             },
         )
-        own = SpanArguments(span, heads(place.position, index), heads(place.sigma, index))
+        own = SpanArguments(span, heads(within.position, index), heads(within.sigma, index))
         results.append(_run_within_one(own, of_heads, form, backend))
     contexts, weights = zip(*results)
     sums = [result.log_sum_exp for result in results]

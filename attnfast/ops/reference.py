@@ -15,7 +15,7 @@ from torch import Tensor
 
 from attnfast.ops.arguments import length_mask
 from attnfast.ops.attention import AttentionInputs, AttentionOutputs
-from attnfast.ops.copying import LIMIT, LOWEST, CopyInputs, CopyOutputs
+from attnfast.ops.copying import LOWEST, MAX_LOG_GRADIENT, CopyInputs, CopyOutputs
 from attnfast.ops.coverage import CoverageInputs, CoverageOutputs
 from attnfast.ops.linear import LinearInputs, LinearOutputs
 from attnfast.ops.operators import accumulation_dtype
@@ -212,11 +212,11 @@ def copy_distribution(call: CopyInputs) -> CopyOutputs:
     generated = log_p + x.masked_fill(none, 0).log_softmax(-1).masked_fill(none, -math.inf)
     generated = torch.nn.functional.pad(generated, (0, num_oov), value=-math.inf)
     # log P = m + log(e^{generated − m} + C e^{log q − m}), with the larger of the two as m.
-    slight = copied < math.exp(-LIMIT)  # counts as 0, except in its gradient
+    slight = copied < math.exp(-MAX_LOG_GRADIENT)  # counts as 0, except in its gradient
     copied = copied - copied.detach().masked_fill(~slight, 0)
     never = (generated == -math.inf) & slight
     top = (log_q + copied.log()).maximum(generated).masked_fill(never, 0).detach()
-    total = (generated - top).exp() + copied * (log_q - top).clamp(max=LIMIT).exp()
+    total = (generated - top).exp() + copied * (log_q - top).clamp(max=MAX_LOG_GRADIENT).exp()
     log_probs = top + total.masked_fill(never, 1).log()
     return CopyOutputs(log_probs.masked_fill(never, LOWEST).to(call.logits.dtype), log_sum_exp)
 

@@ -79,14 +79,14 @@ Scratchpad run_team(Call& a, const LayerPlan& plan, int64_t threads, const Layer
 
 template <class Arguments, class Call>
 void put_past(const Arguments& given, const LayerChecker& fit, Call& a, KeepAlive& keep) {
-  put_history(given, fit, a.attention, keep);
+  fill_history(given, fit, a.attention, keep);
   if (a.target_lengths) a.step_lengths = lengths_of_steps(a, a.attention.lengths, keep);
 }
 
 // The sums to which a history's backward adds at every step: gradients of parameters, in parts for
 // each sequence, and, if the filters read the keys, of the keys.
 struct HistorySums {
-  const Parts parts;
+  const GradientParts parts;
 
   HistorySums(const RecurrentBackwardArguments& given, const LayerChecker& fit, RecurrentBackward& a,
               RecurrentGradients& grads, KeepAlive& keep)

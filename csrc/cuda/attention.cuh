@@ -124,7 +124,7 @@ __device__ void put_part(const Forward& a, const Tile& tile, int rows, int colum
   }
   if (const int r = threadIdx.x; blockIdx.y == 0 && r < rows) {
     C* out = at<C>(parts.of, tile, (tile.row + r) * parts.count + part);
-    auto* const end = reinterpret_cast<End<C>*>(out + a.Dv);
+    auto* const end = reinterpret_cast<SoftmaxPart<C>*>(out + a.Dv);
     end->top = softmax.highest[r];
     end->mass = softmax.mass[r];
     if (a.statistics.data) end->row = softmax.described[r];

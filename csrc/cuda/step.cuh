@@ -88,7 +88,7 @@ __device__ C sum_column(const C* share, const T* column, int64_t row, int keys, 
 
 // The softmax of a row, joined from its parts: part(i) is the largest score and the mass of part i.
 template <class C>
-struct End {
+struct SoftmaxPart {
   C top, mass;       // mass is 0 if no key is visible
   Described<C> row;  // if requested
 
@@ -97,8 +97,8 @@ struct End {
 };
 
 template <class C, class Part>
-__device__ End<C> join(int64_t parts, const Part& part) {
-  End<C> all = {-INFINITY, 0, {}};
+__device__ SoftmaxPart<C> join(int64_t parts, const Part& part) {
+  SoftmaxPart<C> all = {-INFINITY, 0, {}};
   for (int64_t i = 0; i < parts; ++i)
     if (part(i).mass != 0) all.top = fmax(all.top, part(i).top);
   if (all.top == -INFINITY) all.top = 0;
@@ -109,9 +109,9 @@ __device__ End<C> join(int64_t parts, const Part& part) {
 // Return what a row's statistics come from, joined from its parts in order; for one thread.
 template <class C, class Part>
 __device__ Described<C> described(int64_t parts, const Part& part) {
-  End<C> before = {};
+  SoftmaxPart<C> before = {};
   for (int64_t i = 0; i < parts; ++i) {
-    const End<C> next = part(i);
+    const SoftmaxPart<C> next = part(i);
     if (next.mass == 0) continue;
     join(before.row, before.top, before.mass, next.row, next.top, next.mass);
     const C top = before.mass == 0 ? next.top : fmax(before.top, next.top);
@@ -134,7 +134,7 @@ template <class T, Score S>
 __global__ void __launch_bounds__(kThreads, 3) step(const Forward a, const View added, const View parts) {
   using C = typename Accumulate<T>::type;
   __shared__ C share[kStepKeys];  // scores, then e^{score - top}
-  __shared__ End<C> end;
+  __shared__ SoftmaxPart<C> end;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const Tile tile = locate(a, 1, 1);
   const auto [own, from, keys] = keys_of_block(a, tile);
@@ -152,7 +152,7 @@ __global__ void __launch_bounds__(kThreads, 3) step(const Forward a, const View 
   const C scores[] = {mine[0], mine[1]};
   for (C& x : mine) x = exp(x - shift);
   const C mass = of_warp<Add>(mine[0] + mine[1]);
-  End<C> of_block = {shift, mass, {}};
+  SoftmaxPart<C> of_block = {shift, mass, {}};
   if (a.statistics.data) of_block.row = describe(scores, mine, shift, mass, C(from + lane));
   __syncthreads();  // every warp has read the scores
   if (warp < 2) share[lane + 32 * warp] = warp ? mine[1] : mine[0];
@@ -164,14 +164,14 @@ __global__ void __launch_bounds__(kThreads, 3) step(const Forward a, const View 
   if (parts.data) {
     __syncthreads();
     C* part = at<C>(parts, tile, blockIdx.y);
-    if (threadIdx.x == 0) *reinterpret_cast<End<C>*>(part + a.Dv) = of_block;
+    if (threadIdx.x == 0) *reinterpret_cast<SoftmaxPart<C>*>(part + a.Dv) = of_block;
     for (int64_t c = threadIdx.x; c < a.Dv; c += kThreads) part[c] = weighted_sum(c);
     return;
   }
   if (threadIdx.x == 0) end = of_block;
   wait_for_blocks();
   const auto of = [&](unsigned block) { return *of_another(&end, block); };
-  const End<C> all = join<C>(gridDim.y, of);
+  const SoftmaxPart<C> all = join<C>(gridDim.y, of);
   if (a.statistics.data && threadIdx.x + blockIdx.y == 0)
     put_statistics(a, tile, 0, all.top, all.mass, described<C>(gridDim.y, of));
   const C factor = end.faded(all.top) * all.share();
@@ -194,7 +194,7 @@ __global__ void __launch_bounds__(kThreads)
   const int mine = up_to(kJoined, count - first);
   const C* const columns = at<C>(parts, tile, tile.row * count + first);
   const auto part = [&](int64_t i) {
-    return reinterpret_cast<const End<C>*>(columns + i * parts.row + a.Dv);
+    return reinterpret_cast<const SoftmaxPart<C>*>(columns + i * parts.row + a.Dv);
   };
   C top[kJoined / 32], mass[kJoined / 32];
 #pragma unroll
@@ -203,7 +203,7 @@ __global__ void __launch_bounds__(kThreads)
     mass[x] = i < mine ? part(i)->mass : C(0);
     top[x] = mass[x] == 0 ? C(-INFINITY) : part(i)->top;
   }
-  End<C> all = {of_warp<Max>(fmax(top[0], top[1])), 0, {}};
+  SoftmaxPart<C> all = {of_warp<Max>(fmax(top[0], top[1])), 0, {}};
   if (all.top == -INFINITY) all.top = 0;
 #pragma unroll
   for (int x = 0; x < kJoined / 32; ++x) {
@@ -223,7 +223,7 @@ __global__ void __launch_bounds__(kThreads)
   if (a.statistics.data && threadIdx.x == 0)
     all.row = described<C>(mine, [&](int64_t i) { return *part(i); });
   if (out) {
-    if (threadIdx.x == 0) *reinterpret_cast<End<C>*>(out + a.Dv) = all;
+    if (threadIdx.x == 0) *reinterpret_cast<SoftmaxPart<C>*>(out + a.Dv) = all;
     return;
   }
   finish_row(a, tile, tile.row, seen_by(a, tile, tile.row, keys_seen(a, tile.b)), all.top, all.mass,
@@ -302,7 +302,7 @@ inline int64_t key_parts(const Problem& a) { return max(tiles(min(a.W, a.Tk), kS
 // Allocate the parts of every row, each with the context's columns and an End.
 template <class C, class Launch>
 View room_for_parts(const Problem& a, int64_t count, const Launch& launch) {
-  const int64_t row = a.Dv + int64_t{sizeof(End<C>) / sizeof(C)};
+  const int64_t row = a.Dv + int64_t{sizeof(SoftmaxPart<C>) / sizeof(C)};
   const int64_t head = a.Tq * count * row, batch = a.H * head;
   return {launch.template scratch<C>(a.B * batch), batch, head, row, 1};
 }
