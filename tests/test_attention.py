@@ -79,7 +79,7 @@ STEPS = [
     Case("tanh", 2, 1, 64, 8, 8, 3, weight_per_head=True, layout="transposed"),
     Case("tanh", 1, 1, 530, 24, 16, terms=("bias",)),
     Case("tanh", 5, 1, 12, 8, 8, terms=("lengths",), scale=30.0),
-    Case("tanh", 2, 1, 200, 40, 24, dtype=torch.float64, terms=("mask",)),
+    Case("tanh", 2, 1, 70, 40, 24, dtype=torch.float64, terms=("mask",)),
     Case("tanh", 2, 1, 200, 40, 24, dtype=torch.bfloat16, terms=("lengths",)),
     Case("relu", 2, 1, 130, 33, 24, terms=("lengths", "mask")),
     Case("relu", 2, 1, 70, 33, 24, 2, dtype=torch.float16, weight_per_head=True),

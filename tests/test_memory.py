@@ -85,6 +85,8 @@ def judge(case, backend):
 def test_recurrent_decoder(case, backend):
     if not runnable(backend, case):
         pytest.skip(f"{backend} does not run this case here")
+    if backend == "triton" and case not in CASES[::3]:
+        pytest.skip("slow in an interpreter, whose tables have the same kernels")
     judge(case, backend)
 
 
@@ -93,7 +95,9 @@ NEAR_ZERO = small(Case("tanh", 2, 3, 20, 40, 16, terms=("lengths",)))
 
 @pytest.mark.parametrize("case", NEAR_ZERO, ids=str)
 def test_inputs_near_zero(case, backend):
-    test_recurrent_decoder(case, backend)
+    if not runnable(backend, case):
+        pytest.skip(f"{backend} does not run this case here")
+    judge(case, backend)
 
 
 @pytest.mark.parametrize("score", ["tanh", "dot"])

@@ -483,7 +483,7 @@ def test_where_attention_looks(scenes):
 def test_what_no_canvas_has_room_for(scenes):
     glyphs = [[torch.ones(8, 8)] for _ in range(10)]
     with pytest.raises(ValueError, match="count must be no more digits than a canvas has room"):
-        scenes.draw_scene(glyphs, 60, "x")
+        scenes.draw_scene(glyphs, 30, "x")
     with pytest.raises(ValueError, match="glyphs must be pictures of each of ten digits, got"):
         scenes.draw_scene(glyphs[:9], 2, "x")
 
