@@ -47,6 +47,7 @@ class ProbeInputs:
         self,
         dtype: torch.dtype,
         device: torch.device,
+        *,
         seed: int = 0,
         others: tuple[tuple[int, ...], ...] = (),
         repeats: bool = False,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -148,14 +149,16 @@ def build(config: Config, backend: str | None = None) -> Seq2Seq:
         raise_type_error("config", "a Config", describe(config))
     key_dim = state_dim = 2 * config.hidden_dim
     sizes = (config.embed_dim, key_dim, state_dim)
-    stack = (config.decoder_layers, config.dropout)
+    options: dict[str, Any] = {
+        "cell": config.cell, "layers": config.decoder_layers, "dropout": config.dropout
+    }  # fmt: skip
     attention: nn.Module
     decoder: BahdanauDecoder | LuongDecoder
     if config.attention == "none":
-        decoder = BahdanauDecoder(*sizes, FixedContext(), config.cell, *stack)
+        decoder = BahdanauDecoder(*sizes, FixedContext(), **options)
     elif config.attention == "bahdanau":
         attention = BahdanauAttention(state_dim, key_dim, config.hidden_dim, backend=backend)
-        decoder = BahdanauDecoder(*sizes, attention, config.cell, *stack)
+        decoder = BahdanauDecoder(*sizes, attention, **options)
     else:
         if config.attention in HISTORIES:
             kind = HISTORIES[config.attention]
@@ -177,7 +180,8 @@ def build(config: Config, backend: str | None = None) -> Seq2Seq:
             attention = LuongAttention(
                 state_dim, key_dim, config.attention, config.hidden_dim, backend=backend
             )
-        decoder = LuongDecoder(*sizes, attention, config.cell, config.input_feeding, *stack)
+        feeding = config.input_feeding
+        decoder = LuongDecoder(*sizes, attention, input_feeding=feeding, **options)
     encoder: Encoder | TransformerEncoder
     heads = [Span(window=config.window)] * 2 + [Span(stride=config.stride)] * 2
     if config.encoder == "transformer":
