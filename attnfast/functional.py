@@ -48,7 +48,9 @@ __all__ = ["additive_attention", "copy_distribution", "coverage_attention", "dot
 
 def _attend(
     call: AttentionInputs,
-    within: SpanArguments,
+    span: Spans,
+    position: Position,
+    sigma: float | Tensor | None,
     temperature: float,
     need_weights: bool | str,
     backend: str | None,
@@ -74,18 +76,16 @@ def _attend(
             call = call._replace(need_weights=True)
         if backend != "reference":
             call = fold_scale(call)
-        if all(x is None for x in within) and not isinstance(need_weights, str):
-            result = dispatch.run_attention(call, backend)
-        else:
-            attention.check(call)
-            check_span(query, call.key, *within, need_weights)
-            if within.sigma is not None:
-                within = within._replace(sigma=within.sigma * temperature**0.5)
-            result = lowering.run_within(within, call, need_weights, backend)
+        if span is position is sigma is None and not isinstance(need_weights, str):
+            return dispatch.run_attention(call, backend)
+        attention.check(call)
+        check_span(query, call.key, span, position, sigma, need_weights)
+        sigma = None if sigma is None else sigma * temperature**0.5
+        within = SpanArguments(span, position, sigma)
+        return lowering.run_within(within, call, need_weights, backend)
     except Exception:
         attention.check(call)
         raise
-    return result
 
 
 def additive_attention(
@@ -188,8 +188,7 @@ def additive_attention(
         query, key, value, score_vector, bias, mask, lengths, score=check_activation(activation),
         need_statistics=check_flag("need_statistics", need_statistics),
     )  # fmt: skip
-    within = SpanArguments(span, position, sigma)
-    return _attend(call, within, temperature, need_weights, backend)
+    return _attend(call, span, position, sigma, temperature, need_weights, backend)
 
 
 def dot_attention(
@@ -246,8 +245,7 @@ def dot_attention(
         query, key, value, None, bias, mask, lengths, scale=scale,  # type: ignore[arg-type]
         need_statistics=check_flag("need_statistics", need_statistics),
     )  # fmt: skip
-    within = SpanArguments(span, position, sigma)
-    return _attend(call, within, temperature, need_weights, backend)
+    return _attend(call, span, position, sigma, temperature, need_weights, backend)
 
 
 def _with_coverage_feature(
