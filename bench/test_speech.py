@@ -31,7 +31,7 @@ SHAPES = {  # B, T, features, H, layers, letters
 }
 VOCAB = 31
 ATTENTIONS = {
-    "location-aware": lambda H: LocationAwareAttention(2 * H, 2 * H, H, filters=10),
+    "location-aware": lambda H: LocationAwareAttention(2 * H, 2 * H, H, num_filters=10),
     "additive": lambda H: BahdanauAttention(2 * H, 2 * H, H),
     "dot": lambda H: LuongAttention(2 * H, 2 * H, "dot"),
 }

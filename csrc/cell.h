@@ -19,7 +19,7 @@ constexpr int kept_of(Cell cell) { return cell == Cell::tanh ? 0 : 4; }
 constexpr int sums_of(Cell cell) { return cell == Cell::tanh ? 1 : 4; }
 // Return the sum to which a gate's product with the state is added. A GRU's third gate has a
 // separate sum.
-ATTNFAST_DEVICE constexpr int of_state(Cell cell, int gate) {
+ATTNFAST_DEVICE constexpr int sum_index(Cell cell, int gate) {
   return cell == Cell::gru && gate == 2 ? 3 : gate;
 }
 

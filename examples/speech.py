@@ -227,7 +227,7 @@ def build(row: Row, dim: int) -> ListenAttendSpell:
         "no attention": lambda: FixedContext(),
         "dot": lambda: LuongAttention(*sizes, "dot"),
         "additive": lambda: BahdanauAttention(*sizes, dim),
-        "location-aware": lambda: LocationAwareAttention(*sizes, dim, filters=10, width=31),
+        "location-aware": lambda: LocationAwareAttention(*sizes, dim, num_filters=10, width=31),
         "forward": lambda: ForwardAttention(*sizes, dim),
     }[row.attention]()
     encoder = PyramidEncoder(MELS, dim, row.layers, dropout=0.2, factor=row.factor)

@@ -180,11 +180,11 @@ def kinds() -> dict[str, dict[str, Any]]:
             "activation": "tanh",
         },
         "LocationAwareAttention": {
-            "attn_dim": A, "filters": 2, "width": 3, "channels": "both", "bias": True,
+            "attn_dim": A, "num_filters": 2, "width": 3, "channels": "both", "bias": True,
             "activation": "tanh",
         },
         "ForwardAttention": {
-            "attn_dim": A, "filters": 2, "width": 3, "channels": "previous", "bias": True,
+            "attn_dim": A, "num_filters": 2, "width": 3, "channels": "previous", "bias": True,
             "activation": "tanh",
         },
         "LocalAttention": {

@@ -429,7 +429,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
             ("logits.masked_fill(~seen.squeeze(-2)", "logits.masked_fill(seen.squeeze(-2)"),
         ],
         "LocationAwareAttention._terms": [
-            ('"coverage" if self.channels == "cumulative" else "previous"', '"previous"'),
+            ('"coverage" if self.channels == "coverage" else "previous"', '"previous"'),
         ],
         "LocationAwareAttention.__init__": [('1 + (channels == "both")', "1")],
     },
@@ -1317,7 +1317,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
             ("if (pads) unit = Unit<Vec<C>>{};", ""),
             ("if (lift) store_part(", "if (false) store_part("),
         ],
-        "add_biases": [("out[of_state(a.cell, gate) * width]", "out[gate * width]")],
+        "add_biases": [("out[sum_index(a.cell, gate) * width]", "out[gate * width]")],
         "move_block": [
             ("{masked[t % 2] + (layer * a.B + b) * a.H, a.H}", "{masked[t % 2] + b * a.H, a.H}"),
             ("packed.hidden.at(own)", "packed.hidden.at(panel)"),
@@ -1575,11 +1575,11 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
     },
     ("csrc/cuda/recurrent.cuh", CUDA.format("recurrent")): {
         "__launch_bounds__": [
-            ("sums[of_state(K, gate)] +=", "sums[gate] +="),
+            ("sums[sum_index(K, gate)] +=", "sums[gate] +="),
             ("a.t >= a.target_lengths[b]) u = Unit<C>{};", "false) u = Unit<C>{};"),
-            ("u.gates[of_state(K, gate)];", "u.gates[gate];"),
+            ("u.gates[sum_index(K, gate)];", "u.gates[gate];"),
             ("place.i / columns >= target_lengths", "place.i / columns > target_lengths"),
-            ("staged.score(row, lane) + *at<C>(a.of_state, b + row, i + lane)",
+            ("staged.score(row, lane) + *at<C>(a.state_products, b + row, i + lane)",
              "staged.score(row, lane)"),
         ],
         "sum": [("+ read<C>(asked, b, i);", ";")],
@@ -1591,7 +1591,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
              "put_context<T>(a, {}, tile, c, sum * all.share());"),
         ],
     },
-    ("csrc/cuda/recurrent.h", CUDA.format("recurrent")): {
+    ("csrc/cuda/recurrent_loop.h", CUDA.format("recurrent")): {
         "BackwardLoop": [
             ("asks_last || t + 1 < a.T) multiply_gradients(t + 1)",
              "t + 1 < a.T) multiply_gradients(t + 1)"),
@@ -1600,7 +1600,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         ],
         "write_initial_grads": [("asks_first ? loop.at(asked, 0) : Rows2{}}", "Rows2{}}")],
         "multiply_inputs": [("loop.clear(a, input);", ";")],
-        "OfState": [
+        "StateParameters": [
             ("given.weight_hh, given.bias_hh, gates, masked(a))",
              "given.weight_hh, given.bias_hh, gates, 0)"),
         ],

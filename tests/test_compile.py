@@ -35,7 +35,7 @@ MODULES = {
     "heads, dot": MultiHeadAttention(A, A, A, 2),
     "heads, additive": MultiHeadAttention(A, A, A, 2, "additive"),
     "coverage": CoverageAttention(A, A, A, penalty=1.0, fertility=2.0),
-    "location": LocationAwareAttention(A, A, A, filters=3, width=3, channels="both"),
+    "location": LocationAwareAttention(A, A, A, num_filters=3, width=3, channels="both"),
     "forward": ForwardAttention(A, A, A),
     "local": LocalAttention(A, A, window=2),
     "predictive": LocalPredictiveAttention(A, A, window=2),

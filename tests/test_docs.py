@@ -166,8 +166,11 @@ def test_counts_are_those_of_the_code():
     )
     assert f"{words[orders]} other summation orders" in testing
     assert f"on {sets} sets of inputs" in " ".join(testing.split())
-    assert f"at most {words[attention_cases.FACTOR]} the error" in " ".join(testing.split())
-    assert f"a floor of {attention_cases.FLOOR[torch.float32]:.0e}".replace("e-0", "e-") in testing
+    assert f"{words[attention_cases.FACTOR]} the error of eager code" in " ".join(testing.split())
+    floors = [f"{attention_cases.FLOOR[x]:.0e}" for x in (torch.float32, torch.float64)]
+    assert f"a floor of {floors[0]} ({floors[1]} in float64)".replace("e-0", "e-") in testing
+    assert f"{attention_cases.FLOOR_ULPS[torch.float32]:.0f} units in the last place" in testing
+    assert f"at most {100 * attention_cases.RMS} % of" in testing
     assert {attention_cases.FLOOR_ULPS[x] for x in (torch.float16, torch.bfloat16)} == {
         1
     }  # "one unit"

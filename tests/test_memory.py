@@ -169,9 +169,9 @@ def test_only_a_query_is_asked_for(parts):
     a, b = attend(first, m)[0], attend(second, m)[0]
     want = eager_of(leaves)
     same(gradients([first], a, retain_graph=True), gradients([first], want(first)))
-    assert not m.shared_keys.waiting.by_task  # what nobody took is gone
+    assert not m.shared_keys.pending_gradients.by_task  # what nobody took is gone
     same(gradients(leaves, a, b), gradients(leaves, want(first), want(second)))
-    assert not m.shared_keys.waiting.by_task
+    assert not m.shared_keys.pending_gradients.by_task
 
 
 def test_retained_graph(parts):
@@ -374,7 +374,7 @@ def test_a_backward_leaves_nothing(parts, fails):
             gradients(leaves, out)
     else:
         gradients(leaves, out)
-    assert not m.shared_keys.waiting.by_task
+    assert not m.shared_keys.pending_gradients.by_task
     alive = weakref.ref(m.shared_keys)
     del m, once, out
     gc.collect()

@@ -30,9 +30,7 @@ ATTENTIONS = {
     "learned penalty": lambda: attn.CoverageAttention(12, 10, 8, penalty=number()),
     "fertility": lambda: attn.CoverageAttention(12, 10, 8, fertility=2.0, activation="relu"),
     "location": lambda: attn.LocationAwareAttention(12, 10, 8, 5, 3),
-    "location, cumulative": lambda: attn.LocationAwareAttention(
-        12, 10, 8, 5, 3, channels="cumulative"
-    ),
+    "location, coverage": lambda: attn.LocationAwareAttention(12, 10, 8, 5, 3, channels="coverage"),
     "location, both": lambda: attn.LocationAwareAttention(12, 10, 8, 5, 3, channels="both"),
     "content": lambda: attn.LocationAwareAttention(12, 10, 8, 0, bias=False),
     "forward": lambda: attn.ForwardAttention(12, 10, 8),

@@ -37,7 +37,7 @@ def test_same_numbers_in_place():
     m = model()
     args, plain = inputs(), copy.deepcopy(m)
     report = attnfast.replace(m)
-    assert [x.path for x in report.replaced] == ["a0"] and not report.left
+    assert [x.path for x in report.replaced] == ["a0"] and not report.skipped
     same(run(m["a0"], *args), run(plain["a0"], *args))
     assert adapter_serving(m["a0"]).implementation is Served
     assert isinstance(m["a0"], Plain) and repr(m) == repr(plain)
@@ -372,7 +372,7 @@ def test_parameters_that_an_optimiser_no_longer_moves_are_named():
     plain = Plain()
     served = copy.deepcopy(plain)
     (found,) = attnfast.replace(served).replaced
-    assert found.still == ["energy.bias"]
+    assert found.zero_gradients == ["energy.bias"]
     grads = []
     for m in (plain.double(), served.double()):
         states, memory, mask = inputs()
@@ -380,4 +380,4 @@ def test_parameters_that_an_optimiser_no_longer_moves_are_named():
         context.square().sum().backward()
         grads.append({name: p.grad for name, p in m.named_parameters()})
     assert [name for name, x in grads[1].items() if not x.any()] == ["energy.bias"]
-    assert attnfast.replace(Plain().requires_grad_(False)).replaced[0].still == []
+    assert attnfast.replace(Plain().requires_grad_(False)).replaced[0].zero_gradients == []

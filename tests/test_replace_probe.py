@@ -55,7 +55,7 @@ def test_what_differs_is_left_alone(methods):
     register(methods)
     m = model(2)
     report = attnfast.replace(m)
-    assert not report.replaced and all("differ" in x.left for x in report.left)
+    assert not report.replaced and all("differ" in x.skip_reason for x in report.skipped)
     assert type(m["a0"]) is Plain
     assert "a0: Plain left alone: " in str(report)
     with pytest.raises(RuntimeError, match=r"a0: Plain left alone: .*differ.*; a1: Plain"):
@@ -79,7 +79,7 @@ def test_subclasses_that_compute_something_else_are_left_alone():
             return super().forward(state * 2, memory, mask)
 
     report = attnfast.replace(nn.ModuleList([Plain2(), Plain()]))
-    assert [x.path for x in report.left] == ["0"] and [x.path for x in report.replaced] == ["1"]
+    assert [x.path for x in report.skipped] == ["0"] and [x.path for x in report.replaced] == ["1"]
 
 
 def test_arguments_that_a_replacement_does_not_take():

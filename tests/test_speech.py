@@ -291,7 +291,7 @@ ATTENTIONS = {
     "none": FixedContext,
     "dot": lambda: LuongAttention(16, 16, "dot"),
     "additive": lambda: BahdanauAttention(16, 16, 7),
-    "location": lambda: LocationAwareAttention(16, 16, 7, filters=3, width=5),
+    "location": lambda: LocationAwareAttention(16, 16, 7, num_filters=3, width=5),
     "forward": lambda: ForwardAttention(16, 16, 7),
 }
 

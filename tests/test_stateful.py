@@ -29,7 +29,7 @@ def modules():
         "learned penalty": CoverageAttention(Q, K, A, penalty=nn.Parameter(torch.tensor(0.3))),
         "fertility": CoverageAttention(Q, K, A, fertility=2.0),
         "location": LocationAwareAttention(Q, K, A, 5, 3),
-        "location, cumulative": LocationAwareAttention(Q, K, A, 5, 3, channels="cumulative"),
+        "location, coverage": LocationAwareAttention(Q, K, A, 5, 3, channels="coverage"),
         "location, both": LocationAwareAttention(Q, K, A, 5, 3, channels="both"),
         "location, relu": LocationAwareAttention(Q, K, A, 5, 3, activation="relu"),
         "fertility, leaky": CoverageAttention(Q, K, A, fertility=2.0, activation="leaky_relu"),
@@ -68,7 +68,7 @@ def by_hand(module, query, source):
         if getattr(module, "coverage_weight", None) is not None:
             features = features + coverage[..., None] * module.coverage_weight
         if getattr(module, "location_conv", None) is not None:
-            signals = {"previous": [previous], "cumulative": [coverage]}
+            signals = {"previous": [previous], "coverage": [coverage]}
             signals = signals.get(module.channels, [previous, coverage])
             found = F.conv1d(torch.stack(signals, 1), module.location_conv.weight, padding=1)
             features = features + module.location_proj(found.transpose(1, 2))
@@ -182,7 +182,7 @@ def test_pointer_generator(log):
 def test_quantised(kind):
     """Linear layers in 8 bits give contexts near those in 32."""
     torch.manual_seed(0)
-    module = kind(Q, K, 16, filters=4, width=3)
+    module = kind(Q, K, 16, num_filters=4, width=3)
     query, source = (x.float() for x in states())
     wanted = module(query, module.prepare(source, LENGTHS))[0]
     quantised = torch.ao.quantization.quantize_dynamic(

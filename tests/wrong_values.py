@@ -158,7 +158,7 @@ FITS: dict[str, tuple[tuple[str, str, str], ...]] = {
     "a count may be 0": (
         ("copy_distribution|PointerGenerator.forward", "num_oov", "zero"),
         ("Span.*|gaussian_bias.*|RelativePositions.forward", "Tq|Tk", "zero"),
-        (".*Attention|SpecAugment", "filters|window|ahead|.*masks|.*width", "zero"),
+        (".*Attention|SpecAugment", "(num_)?filters|window|ahead|.*masks|.*width", "zero"),
         (".*", "offset|first|seed|radius|null|longest_target", "zero"),
     ),
     "rows may stand before the first key and after the last": (

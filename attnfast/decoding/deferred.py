@@ -9,8 +9,8 @@ In autograd's terms :class:`DeferredKeyGradients` is a node whose output, an emp
 input of every step, so that its backward runs after those of all steps that took part::
 
     keys, values, score vector ─ DeferredKeyGradients ─ token ─┬─ Step 1 ─ context 1
-                                                         ├─ Step 2 ─ context 2
-                                                         └─ …
+                                                               ├─ Step 2 ─ context 2
+                                                               └─ …
 
 Steps with a history are deferred in the same way; steps with filters take their own token, which
 also depends on the filters. Recomputing the tanh of their features at the end would cost more than
@@ -94,7 +94,7 @@ class PendingGradients:
     def __init__(self):
         self.by_task = weakref.WeakValueDictionary[int, _PendingSteps]()
 
-    def pending(self) -> _PendingSteps:
+    def of_this_backward(self) -> _PendingSteps:
         """Return the list of pending steps of the running backward, to append to."""
         task = number_of_backward()
         pending = self.by_task.get(task)
@@ -120,7 +120,7 @@ class Features:
     filters: Tensor
     projection: Tensor
     token: Tensor
-    waiting: PendingGradients
+    pending_gradients: PendingGradients
 
 
 class KeyValues(NamedTuple):
@@ -140,7 +140,7 @@ class Shared(NamedTuple):
     lengths: Tensor | None
     score: str
     backend: str
-    waiting: PendingGradients
+    pending_gradients: PendingGradients
 
 
 class SavedStep(NamedTuple):
@@ -187,7 +187,7 @@ class SharedKeys:
         self.task = number_of_backward()  # of the running backward, or -1
         self.query_shape = (*key.shape[:-2], 1, key.shape[-1])
         self.backend = backend
-        self.waiting = PendingGradients()
+        self.pending_gradients = PendingGradients()
         self.token = None  # not deferred
         if deferred:
             self.token = DeferredKeyGradients.apply(
@@ -198,9 +198,9 @@ class SharedKeys:
         self._prepared: Tensor | None = None
         self._features: Features | None = None
 
-    def _shared(self, waiting: PendingGradients | None = None) -> Shared:
+    def _shared(self, pending_gradients: PendingGradients | None = None) -> Shared:
         _, _, lengths, _, score, _ = self.source
-        return Shared(lengths, score, self.backend, waiting or self.waiting)
+        return Shared(lengths, score, self.backend, pending_gradients or self.pending_gradients)
 
     def check_unchanged(self) -> None:
         """Raise if tensors of the memory were modified in place since it was prepared."""
@@ -268,12 +268,18 @@ class SharedKeys:
         known = self._features
         if known is None or any(a[0] is not b[0] or a[1] != b[1] for a, b in zip(of, known.of)):
             key, value, _, score_vector, _, _ = self.source
-            waiting = PendingGradients()
+            pending_gradients = PendingGradients()
             token = DeferredKeyGradients.apply(
-                key, value, score_vector, filters, projection, self.token, self._shared(waiting)
+                key,
+                value,
+                score_vector,
+                filters,
+                projection,
+                self.token,
+                self._shared(pending_gradients),
             )
             known = self._features = Features(
-                of, filters.detach(), projection.detach(), token, waiting
+                of, filters.detach(), projection.detach(), token, pending_gradients
             )
             if token.grad_fn is not None:
                 steps, made = weakref.ref(self), weakref.ref(known)
@@ -287,7 +293,10 @@ class SharedKeys:
 
 
 class DeferredKeyGradients(Function):
-    """Return the token that every step takes; its backward computes that of all steps together."""
+    """Return the token that every step takes.
+
+    The token's backward computes the gradients of keys, values and score vector for all steps.
+    """
 
     @staticmethod
     def forward(ctx: Any, key, value, score_vector, filters, projection, before, shared: Shared):
@@ -299,7 +308,7 @@ class DeferredKeyGradients(Function):
     @staticmethod
     @no_double_backward
     def backward(ctx: Any, _):
-        steps, sums = ctx.shared.waiting.collect()
+        steps, sums = ctx.shared.pending_gradients.collect()
         if not steps:
             return (None,) * 7, ()
         key, value, score_vector, lengths, *features = saved = ctx.saved_tensors
@@ -346,7 +355,7 @@ class Step(Function):
     def forward(ctx: Any, query, token, bias, call: AttentionInputs, shared, need_weights):
         result = ATTENTION(shared.backend, call)
         ATTENTION.setup_context(ctx, call, result, bias if ctx.needs_input_grad[2] else None)
-        ctx.backend, ctx.waiting = shared.backend, shared.waiting
+        ctx.backend, ctx.pending_gradients = shared.backend, shared.pending_gradients
         weights = result.weights if need_weights else None
         statistics = result.statistics if call.need_statistics else None
         return result.context, weights, result.log_sum_exp, statistics
@@ -361,7 +370,7 @@ class Step(Function):
             grad_score = grad_score * of.scale
         bounds = None if of.key_bounds is None else of.key_bounds.expand(*of.query.shape[:-1], 2)
         record = SavedStep(of.query, of.weights, grad_score, of.grad_context, bounds, of.columns)
-        ctx.waiting.pending().append(record)
+        ctx.pending_gradients.of_this_backward().append(record)
         return (grad_query, None, grad_bias, None, None, None), saved
 
 
@@ -370,7 +379,7 @@ class HistoryStep(Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs):
-        *call, _, ctx.waiting, ctx.backend = inputs
+        *call, _, ctx.pending_gradients, ctx.backend = inputs
         outputs = COVERAGE(ctx.backend, call)
         COVERAGE.setup_context(ctx, call, outputs)
         return tuple(outputs)
@@ -378,7 +387,10 @@ class HistoryStep(Function):
     @staticmethod
     @no_double_backward
     def backward(ctx: Any, *grad_outputs):
-        pending, (of, saved) = ctx.waiting.pending(), COVERAGE.arguments(ctx, grad_outputs)
+        pending, (of, saved) = (
+            ctx.pending_gradients.of_this_backward(),
+            COVERAGE.arguments(ctx, grad_outputs),
+        )
         if of.filters is None:
             gradients = COVERAGE.backward(ctx.backend, of._replace(need_grad_score=True))
             grad_score = gradients.grad_score * of.scale

@@ -56,7 +56,7 @@ __all__ = ["Memory", "attend", "attend_with_history", "prepare"]
 class Memory(NamedTuple):
     """An encoded source prepared for attention: made by :func:`prepare`, used by :func:`attend`.
 
-    ``key [B, (H,) Tk, A]``, ``value [B, (H,) Tk, Dv]``, ``lengths [B]`` or None,
+    ``key [B, (H,) Tk, A]``, projected, ``value [B, (H,) Tk, Dv]``, ``lengths [B]`` or None,
     ``mask [B, (1,) 1, Tk]`` or None; ``score_vector [A]`` or ``[H, A]`` of the additive score, None
     for the dot score; ``backend``, the requested one, or None; ``fertility [B, Tk]`` for coverage,
     or None; ``score``, ``"dot"`` or the additive score's activation; ``shared_keys``, what
@@ -532,16 +532,16 @@ def _attend_once_with_history(
 ) -> CoverageOutput:
     """Attend with one query through the steps; ``made_of``: the user's tensors of the filters."""
     raise_on_tangents(call)
-    token, waiting = shared.token, shared.waiting
+    token, pending_gradients = shared.token, shared.pending_gradients
     if not filters_of(call):
         call = call._replace(filters=None, projection=None)
     if call.filters is not None and call.projection is not None:
         features = shared.features(made_of, call.filters, call.projection)
         call = call._replace(filters=features.filters, projection=features.projection)
-        token, waiting = features.token, features.waiting
+        token, pending_gradients = features.token, features.pending_gradients
     kept = {
         x: getattr(call, x) for x in ("key", "value", "score_vector")
     }  # their gradients are deferred
     call = call._replace(**{name: x.detach() for name, x in kept.items() if x is not None})
-    outputs = CoverageOutputs(*HistoryStep.apply(*call, token, waiting, shared.backend))
+    outputs = CoverageOutputs(*HistoryStep.apply(*call, token, pending_gradients, shared.backend))
     return coverage_output(outputs, call, need_weights)

@@ -20,32 +20,33 @@ from attnfast.ops.recurrent import RECURRENT
 
 __all__ = ["Report", "replace"]
 
-ATTENTION = re.compile("Att|attention|attn|LSA")  # in the names of classes that a report mentions
+#: In the names of the classes that a report mentions.
+ATTENTION_NAMES = re.compile("Att|attention|attn|LSA")
 
 
 @dataclass
 class Found:
     """The entry of a report for one module: its path, class, and backend or reason for skipping it.
 
-    ``still`` names parameters whose gradient is now exactly 0 because a softmax cancels them. The
-    project's own code gives them rounding errors, which an optimiser follows.
+    ``zero_gradients`` names parameters whose gradient is now exactly 0 because a softmax cancels
+    them. The project's own code gives them rounding errors, which an optimiser follows.
     """
 
     path: str
     module: nn.Module
     adapter: Adapter | None
     backend: str = ""
-    left: str = ""
-    still: list[str] = field(default_factory=list)
+    skip_reason: str = ""
+    zero_gradients: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
         what = f"{self.path or '(the model)'}: {type(self.module).__name__}"
-        if self.left:
-            return f"{what} left alone: {self.left}"
+        if self.skip_reason:
+            return f"{what} left alone: {self.skip_reason}"
         assert self.adapter is not None
         notes = [self.adapter.note] if self.adapter.note else []
-        if self.still:
-            notes.append(f"gradient 0 instead of rounding errors: {', '.join(self.still)}")
+        if self.zero_gradients:
+            notes.append(f"gradient 0 instead of rounding errors: {', '.join(self.zero_gradients)}")
         return "; ".join([f"{what} served by {self.backend}, as {self.adapter.name}", *notes])
 
 
@@ -55,13 +56,13 @@ class Report:
 
     Attributes:
         found: an entry for each attention module, with its ``path``, ``module``, ``adapter``,
-            ``backend``, and ``left``, the reason for skipping it or "".
+            ``backend``, and ``skip_reason``, or "".
 
     Example:
         >>> class MyAttention(torch.nn.Module):
         ...     pass
         >>> report = attnfast.replace(torch.nn.Sequential(MyAttention()))
-        >>> report.replaced, [x.path for x in report.left]
+        >>> report.replaced, [x.path for x in report.skipped]
         ([], ['0'])
     """
 
@@ -70,18 +71,18 @@ class Report:
     @property
     def replaced(self) -> list[Found]:
         """The modules that were replaced."""
-        return [x for x in self.found if not x.left]
+        return [x for x in self.found if not x.skip_reason]
 
     @property
-    def left(self) -> list[Found]:
+    def skipped(self) -> list[Found]:
         """The modules that were skipped, and why."""
-        return [x for x in self.found if x.left]
+        return [x for x in self.found if x.skip_reason]
 
     def undo(self) -> None:
         """Restore the original methods of every module."""
         for x in self.replaced:
             unpatch(x.module)
-            x.left = "its replacement was undone"
+            x.skip_reason = "its replacement was undone"
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.found)) or "no attention that is known"
@@ -139,7 +140,7 @@ def replace(model: nn.Module, *, strict: bool = False) -> Report:
         ...         weights = scores.squeeze(2).unsqueeze(1).softmax(-1)
         ...         return torch.bmm(weights, keys), weights
         >>> report = attnfast.replace(BahdanauAttention(8))
-        >>> len(report.replaced), len(report.left)
+        >>> len(report.replaced), len(report.skipped)
         (1, 0)
     """
     if not isinstance(model, nn.Module):
@@ -153,18 +154,18 @@ def replace(model: nn.Module, *, strict: bool = False) -> Report:
         if (
             module in inner
             or ours
-            or (adapter is None and not ATTENTION.search(type(module).__name__))
+            or (adapter is None and not ATTENTION_NAMES.search(type(module).__name__))
         ):
             continue
         found = Found(path, module, adapter)
         report.found.append(found)
         if adapter is None:
-            found.left = why_unknown(module)
+            found.skip_reason = why_unknown(module)
             continue
         if not adapter.attention:
             inner.update(module.modules())
-        why, found.still = judge(module, adapter)
-        found.left = why or ""
+        why, found.zero_gradients = judge(module, adapter)
+        found.skip_reason = why or ""
     for found in report.replaced:
         _choose_backend(found, report)
     known = [x.module for x in report.found if x.adapter is not None]
@@ -173,7 +174,7 @@ def replace(model: nn.Module, *, strict: bool = False) -> Report:
         for x in report.found
         if x.adapter is not None or not any(m in known for m in x.module.modules())
     ]
-    attention = [x for x in report.left if x.adapter and not x.adapter.attention]
+    attention = [x for x in report.skipped if x.adapter and not x.adapter.attention]
     refused = [x for x in attention if not adapter_serving(x.module)]
     if strict and refused:
         raise RuntimeError("; ".join(map(str, refused)))
@@ -195,10 +196,10 @@ def _choose_backend(found: Found, report: Report) -> None:
         return
     found.backend = try_select_backend(None, *like, RECURRENT.name) or ""
     if not found.backend:
-        found.left = f"no operator runs whole targets in {like[1]} on {like[0]}"
+        found.skip_reason = f"no operator runs whole targets in {like[1]} on {like[0]}"
     attention = getattr(found.module, adapter.attention)
     if all(attention is not x.module for x in report.replaced) and not adapter_serving(attention):
-        found.left = f"its {adapter.attention} is left alone"
+        found.skip_reason = f"its {adapter.attention} is left alone"
 
 
 def _modules(model: nn.Module, path: str = "", seen: Any = None) -> Iterator[tuple[str, nn.Module]]:

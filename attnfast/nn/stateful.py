@@ -298,10 +298,10 @@ class LocationAwareAttention(HistoryAttention):
 
     Args:
         query_dim, key_dim, attn_dim: as in :class:`BahdanauAttention`.
-        filters: K, the number of filters; 0 for the content score alone.
+        num_filters: K, the number of filters; 0 for the content score alone.
         width: the width of the filters, odd.
         channels: the input of the filters: ``"previous"``, the last weights (Chorowski et al.);
-            ``"cumulative"``, the sum of all weights; ``"both"``, on two channels (Tacotron 2).
+            ``"coverage"``, the sum of all weights; ``"both"``, on two channels (Tacotron 2).
         bias: give the query projection a bias.
         activation, backend: as in :func:`attnfast.coverage_attention`.
 
@@ -312,7 +312,7 @@ class LocationAwareAttention(HistoryAttention):
     Conditioning WaveNet on Mel Spectrogram Predictions", ICASSP 2018, arXiv:1712.05884.
 
     Example:
-        >>> attention = attnfast.nn.LocationAwareAttention(6, 8, 4, filters=3, width=5)
+        >>> attention = attnfast.nn.LocationAwareAttention(6, 8, 4, num_filters=3, width=5)
         >>> memory = attention.prepare(torch.randn(2, 9, 8))
         >>> context, _, history = attention(torch.randn(2, 6), memory)
         >>> history.previous.shape
@@ -326,7 +326,7 @@ class LocationAwareAttention(HistoryAttention):
         query_dim: int,
         key_dim: int,
         attn_dim: int,
-        filters: int = 32,
+        num_filters: int = 32,
         width: int = 31,
         *,
         channels: str = "previous",
@@ -337,22 +337,22 @@ class LocationAwareAttention(HistoryAttention):
         super().__init__(
             query_dim, key_dim, attn_dim, bias=bias, activation=activation, backend=backend
         )
-        check_choice("channels", channels, ("previous", "cumulative", "both"))
-        check_int("filters", filters, 0)
+        check_choice("channels", channels, ("previous", "coverage", "both"))
+        check_int("num_filters", num_filters, 0)
         if not is_int(width) or width < 1 or width % 2 == 0:
             raise_value_error("width", "odd and at least 1", describe(width))
         self.channels = channels
         self.location_conv = self.location_proj = None
-        if filters:
-            self.location_conv = nn.Conv1d(1 + (channels == "both"), filters, width, bias=False)
-            self.location_proj = nn.Linear(filters, attn_dim, bias=False)
+        if num_filters:
+            self.location_conv = nn.Conv1d(1 + (channels == "both"), num_filters, width, bias=False)
+            self.location_proj = nn.Linear(num_filters, attn_dim, bias=False)
 
     def _terms(self, memory: Memory) -> dict[str, Any]:
         if self.location_conv is None or self.location_proj is None:
             return {}
         return {
             "filters": self.location_conv.weight,
-            "channels": "coverage" if self.channels == "cumulative" else "previous",
+            "channels": "coverage" if self.channels == "coverage" else "previous",
             "projection": weight_of(self.location_proj),
         }
 
@@ -370,8 +370,8 @@ class ForwardAttention(LocationAwareAttention):
 
     Args:
         query_dim, key_dim, attn_dim: as in :class:`BahdanauAttention`.
-        filters, width, channels, bias, activation, backend: as in :class:`LocationAwareAttention`;
-            without filters the score depends on the content alone.
+        num_filters, width, channels, bias, activation, backend: as in
+            :class:`LocationAwareAttention`; without filters the score depends on the content alone.
 
     Paper: Zhang, Ling and Dai, ICASSP 2018, arXiv:1807.06736.
 
@@ -390,7 +390,7 @@ class ForwardAttention(LocationAwareAttention):
         query_dim: int,
         key_dim: int,
         attn_dim: int,
-        filters: int = 0,
+        num_filters: int = 0,
         width: int = 31,
         *,
         channels: str = "previous",
@@ -399,7 +399,7 @@ class ForwardAttention(LocationAwareAttention):
         backend: str | None = None,
     ):
         super().__init__(
-            query_dim, key_dim, attn_dim, filters, width,
+            query_dim, key_dim, attn_dim, num_filters, width,
             channels=channels, bias=bias, activation=activation, backend=backend,
         )  # fmt: skip
 

@@ -71,7 +71,7 @@ struct Packed {
         C* const out = bias_of(a, block / gates) + i;
         const int gate = block % gates;
         if (a.bias_ih.data) out[gate * width] += row<C>(a.bias_ih, 0)[block * a.H + i];
-        if (a.bias_hh.data) out[of_state(a.cell, gate) * width] += row<C>(a.bias_hh, 0)[block * a.H + i];
+        if (a.bias_hh.data) out[sum_index(a.cell, gate) * width] += row<C>(a.bias_hh, 0)[block * a.H + i];
       }
   }
 
@@ -121,7 +121,7 @@ class Forwards {
       if (a.attends && a.attends_first) attend(t);
       for (int64_t layer = 0; layer < a.layers; ++layer) move_states(t, layer);
       if (a.attends && !a.attends_first) attend(t);
-      if (a.weight_output.data) feed_back(t);
+      if (a.weight_output.data) compute_attentional(t);
     }
   }
 
@@ -247,7 +247,7 @@ class Forwards {
         multiply_panel(fed.data, fed.stride, 1, block.rows, of_fed.depth,
                        of_fed.at(layer ? own - Known::gates * units : panel), x[gate]);
       multiply_panel(seen.data, seen.stride, 1, block.rows, a.H, packed.hidden.at(own),
-                     x[of_state(Known::cell, gate)]);
+                     x[sum_index(Known::cell, gate)]);
     }
     for (int64_t r = 0; r < block.rows; ++r)
       move_row<Known>(t, layer, level, b + r, block.panel * P, x[0] + r * P, state.data + r * state.stride);
@@ -291,7 +291,7 @@ class Forwards {
     });
   }
 
-  void feed_back(int64_t t) {
+  void compute_attentional(int64_t t) {
     member.share(blocks(a, plan, packed.output.count), [&](int64_t item) {
       const Block block(a, plan, item);
       const int64_t first = block.panel * kPanel<C>;

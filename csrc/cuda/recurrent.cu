@@ -4,7 +4,7 @@
 #include "recurrent.cuh"
 
 #include "launch.h"
-#include "recurrent.h"
+#include "recurrent_loop.h"
 
 namespace attnfast {
 namespace {

@@ -1,5 +1,5 @@
 // A step of a recurrent layer with attention, without the attention and the products, which are
-// GEMMs of the library: one thread takes one unit of a sequence. recurrent.h has the loop.
+// GEMMs of the library: one thread takes one unit of a sequence. recurrent_loop.h has the loop.
 #pragma once
 #include "../recurrent.h"
 #include "score.cuh"
@@ -45,7 +45,7 @@ struct Move {
   int64_t B, H, t;
   const int64_t* target_lengths;
   Rows2 of_input, bias_ih;          // of_input aliases `gates`, or `state` of a tanh cell
-  Rows2 of_state;                   // includes the biases
+  Rows2 state_products;             // includes the biases
   Rows2 before, cell_before, mask;  // mask: the dropout
   Rows2 state, cell, gates, seen;   // out; seen [B, 2 H]: the state, and the state times the mask
 };
@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(kThreads) move_states(const Move a) {
   for (int gate = 0; gate < Known::gates; ++gate) {
     const int64_t unit = gate * a.H + i;
     sums[gate] = *at<C>(a.of_input, b, unit) + read<C>(a.bias_ih, 0, unit);
-    sums[of_state(K, gate)] += *at<C>(a.of_state, b, unit);
+    sums[sum_index(K, gate)] += *at<C>(a.state_products, b, unit);
   }
   Unit<C> u = cell_forward<K, C, Math, C>(sums, *at<C>(a.before, b, i), read<C>(a.cell_before, b, i));
   if (a.target_lengths && a.t >= a.target_lengths[b]) u = Unit<C>{};
@@ -89,9 +89,9 @@ struct MoveBack {
   int64_t B, H, t;
   const int64_t* target_lengths;
   Rows2 grad_state, grad_cell_given, gates, state, before, cell, cell_before;
-  Reaching reaching;         // in; out: the previous state's gradient not through the sums
-  Rows2 grad_cell;           // the same for the cell
-  Rows2 of_input, of_state;  // out, the gradients of the sums
+  Reaching reaching;               // in; out: the previous state's gradient not through the sums
+  Rows2 grad_cell;                 // the same for the cell
+  Rows2 of_input, state_products;  // out, the gradients of the sums
 };
 
 template <class C, Cell K>
@@ -118,7 +118,7 @@ __global__ void __launch_bounds__(kThreads) move_back_states(const MoveBack a) {
   if constexpr (K == Cell::lstm) *at<C>(a.grad_cell, b, i) = u.cell;
   for (int gate = 0; gate < Known::gates; ++gate) {
     *at<C>(a.of_input, b, gate * a.H + i) = u.gates[gate];
-    *at<C>(a.of_state, b, gate * a.H + i) = u.gates[of_state(K, gate)];
+    *at<C>(a.state_products, b, gate * a.H + i) = u.gates[sum_index(K, gate)];
   }
 }
 
@@ -134,7 +134,7 @@ __global__ void __launch_bounds__(kThreads) reach_first(int64_t H, Reaching reac
 struct Feed {
   int64_t B, F, Dv;
   Rows2 contexts, weight;  // [B, Dv], [F, Dv]
-  Rows2 of_state;          // [B, F]
+  Rows2 state_products;    // [B, F]
   Rows2 attentional;       // out, like these
 };
 
@@ -153,13 +153,13 @@ __global__ void __launch_bounds__(kThreads) feed(const Feed a) {
   const int lane = threadIdx.x % 32;
   for (int row = threadIdx.x / 32; lane < weight.count && row < contexts.count; row += kWarps)
     *at<C>(a.attentional, b + row, i + lane) =
-        tanh(staged.score(row, lane) + *at<C>(a.of_state, b + row, i + lane));
+        tanh(staged.score(row, lane) + *at<C>(a.state_products, b + row, i + lane));
 }
 
 // Compute the gradient of its sum from its gradient.
 template <class C>
 __global__ void __launch_bounds__(kThreads)
-    feed_back(int64_t features, Rows2 attentional, Rows2 grad, Rows2 out) {
+    attentional_backward(int64_t features, Rows2 attentional, Rows2 grad, Rows2 out) {
   const Place place(features);
   if (!place.exists) return;
   const C f = *at<C>(attentional, place.b, place.i);

@@ -34,7 +34,7 @@ inline AOTITorchError counted_addmm_out(AtenTensorHandle out, AtenTensorHandle s
 #include "../../csrc/cuda/attention.cuh"
 #include "../../csrc/cuda/copying.cuh"
 #include "../../csrc/cuda/coverage.cuh"
-#include "../../csrc/cuda/recurrent.h"
+#include "../../csrc/cuda/recurrent_loop.h"
 #include "../../csrc/launch_attention.h"
 #include "../../csrc/launch_copying.h"
 #include "../../csrc/launch_coverage.h"

@@ -142,7 +142,7 @@ void run_feed(const Problem& p, const Sizes& make) {
                   .Dv = p.Dv,
                   .contexts = rows(p.Tq, p.Dv),
                   .weight = rows(p.Tk, p.Dv),
-                  .of_state = rows(p.Tq, p.Tk),
+                  .state_products = rows(p.Tq, p.Tk),
                   .attentional = rows(p.Tq, p.Tk)};
   launch(feed<float>, tiles(p.Tq, kQueries) * tiles(p.Tk, kKeys), 1, a);
 }

@@ -108,7 +108,7 @@ def served(plain, left=""):
     decoder = copy.deepcopy(plain)
     report = attnfast.replace(decoder)
     [found] = [x for x in report.found if x.path == ""]
-    assert left in found.left and bool(found.left) == bool(left), report
+    assert left in found.skip_reason and bool(found.skip_reason) == bool(left), report
     return decoder
 
 

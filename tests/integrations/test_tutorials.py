@@ -70,4 +70,4 @@ def test_what_looks_alike_is_left_alone():
     for module in (Attention(), BatchFirst()):
         type(module).__qualname__ = "Attention"
         report = attnfast.replace(module)
-        assert [x.path for x in report.left] == [""], report
+        assert [x.path for x in report.skipped] == [""], report

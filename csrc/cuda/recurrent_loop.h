@@ -2,11 +2,11 @@
 // rest is kernels of recurrent.cuh and a step's attention. Nothing synchronizes with the device, so
 // a graph may capture it.
 //
-// A row of `of_states` holds all contributions of a state: to the query of its attention, to the
+// A row of `state_products` holds all contributions of a state: to the query of its attention, to the
 // gates of the next step and to the attentional vector, one product with the concatenated
 // parameters. Row t belongs to the state before step t. In the backward the same row holds the
-// gradients, and one product maps them to the state. With dropout a row holds the state twice, as
-// it is and times the mask.
+// gradients, and one product maps them to the state. With dropout the rows that are
+// multiplied (`seen`) hold the state twice, as it is and times the mask.
 #pragma once
 #include "../launch_recurrent.h"
 #include "recurrent.cuh"
@@ -72,14 +72,14 @@ Rows2 matrix_rows(const Tensor& x) { return {data_or_sentinel(x), x.stride(0)}; 
 
 // ---- the parameters that multiply a state -------------------------------------------------------
 
-// These parameters, concatenated, and the first column of each in a row of `of_states`.
-struct OfState {
+// These parameters, concatenated, and the first column of each in a row of `state_products`.
+struct StateParameters {
   int64_t gates, output, all;  // first columns after the query's, and the total number
   int64_t copies;              // copies of a state in a row that they multiply
   Tensor weight, bias;         // [all, copies H], [all]
 
   template <class Arguments>
-  OfState(const Arguments& given, const Layer& a)
+  StateParameters(const Arguments& given, const Layer& a)
       : gates(given.weight_query ? a.A : 0), output(gates + gates_of(a.cell) * a.H),
         all(output + (given.weight_output ? a.F : 0)), copies(given.dropout ? 2 : 1),
         weight(empty(given.input.device(), {all, copies * a.H}, given.input.scalar_type())),
@@ -204,12 +204,12 @@ class ForwardLoop {
   Loop<RecurrentArguments, Launch> loop;
   RecurrentForward a;
   const RecurrentOutputs made;
-  const OfState of;
+  const StateParameters of;
   const int64_t H, gates;
   const Tensor hidden, weight_ih;
   const Optional cell, mask, of_context, projected;
   const Tensor& sums;  // the inputs' contributions, stored where the gates or states will be
-  const Tensor of_fed, of_state, of_states, log_sum_exp;
+  const Tensor of_fed, state_weight, state_products, log_sum_exp;
   Optional seen;  // the state and the state times the mask
   Forward attends{};
 
@@ -222,11 +222,11 @@ class ForwardLoop {
         of_context(context_columns(given.weight_output, a)),
         projected(project_values(loop, a, given.value, of_context)),
         sums(kept_of(a.cell) ? made.gates : made.states),
-        of_fed(turned(block(weight_ih, 0, gates, a.E, a.F))), of_state(turned(of.weight)),
-        of_states(loop.room({a.T + 1, of.all})), log_sum_exp(loop.room({a.T, 1})) {
+        of_fed(turned(block(weight_ih, 0, gates, a.E, a.F))), state_weight(turned(of.weight)),
+        state_products(loop.room({a.T + 1, of.all})), log_sum_exp(loop.room({a.T, 1})) {
     multiply(strided(sums, {a.B * a.T, gates}, {sums.stride(1), 1}, 0), matrix(packed(given.input)),
              turned(block(weight_ih, 0, gates, 0, a.E)), false);
-    copy(of.bias, of_states);
+    copy(of.bias, state_products);
     if (mask) {
       seen = loop.room({2 * H});
       copy(hidden, block(*seen, 0, a.B, 0, H));
@@ -256,17 +256,17 @@ class ForwardLoop {
   }
 
  private:
-  // Fill row t of `of_states`.
+  // Fill row t of `state_products`.
   void multiply_state(int64_t t) {
     const Tensor state = seen ? *seen : t ? step(made.states, t - 1, 0, H) : hidden;
-    multiply(step(of_states, t, 0, of.all), state, of_state, true);
+    multiply(step(state_products, t, 0, of.all), state, state_weight, true);
   }
 
-  // Run attention at step t with row `from` of `of_states`.
+  // Run attention at step t with row `from` of `state_products`.
   void attend(int64_t t, int64_t from) {
     Forward now = attends;
     move_on(now, t);
-    if (given.weight_query) now.query = loop.view_at(of_states, from);
+    if (given.weight_query) now.query = loop.view_at(state_products, from);
     else if (from) now.query = loop.view_at(made.states, from - 1);
     else now.query = view(hidden);
     now.weights = loop.view_at(made.weights, t);
@@ -275,7 +275,7 @@ class ForwardLoop {
       now.value = view(*projected);
       now.Dv = a.F;
       now.context = loop.view_at(made.attentional, t);
-      return cuda::run_forward(now, loop.view_at(of_states, t + 1, of.output), hidden);
+      return cuda::run_forward(now, loop.view_at(state_products, t + 1, of.output), hidden);
     }
     now.context = loop.view_at(made.contexts, t);
     cuda::run_forward(now, {}, hidden);
@@ -285,7 +285,7 @@ class ForwardLoop {
                        .Dv = a.Dv,
                        .contexts = loop.at(made.contexts, t),
                        .weight = loop.at(of_context),
-                       .of_state = loop.at(of_states, t + 1, of.output),
+                       .state_products = loop.at(state_products, t + 1, of.output),
                        .attentional = loop.at(made.attentional, t)};
     const auto kernels = [](auto zero) { return feed<decltype(zero)>; };
     loop.run_blocks(tiles(a.B, kQueries) * tiles(a.F, kKeys), kernels, call);
@@ -298,7 +298,7 @@ class ForwardLoop {
                        .target_lengths = a.target_lengths,
                        .of_input = loop.at(sums, t),
                        .bias_ih = {a.bias_ih.data, 0},
-                       .of_state = loop.at(of_states, t, of.gates),
+                       .state_products = loop.at(state_products, t, of.gates),
                        .before = loop.before(made.states, hidden, t),
                        .cell_before = cell ? loop.before(made.cells, cell, t) : Rows2{},
                        .mask = loop.at(mask),
@@ -329,7 +329,7 @@ class ForwardLoop {
 
   void copy_queries() {
     if (given.weight_query) {
-      copy(steps(of_states, a.attends_first ? 0 : 1, a.T, 0, a.A), made.queries);
+      copy(steps(state_products, a.attends_first ? 0 : 1, a.T, 0, a.A), made.queries);
     } else if (a.T) {
       copy(hidden, step(made.queries, 0, 0, H));
       copy(steps(made.states, 0, a.T - 1, 0, H), steps(made.queries, 1, a.T - 1, 0, H));
@@ -363,13 +363,13 @@ class BackwardLoop {
   Loop<RecurrentBackwardArguments, Launch> loop;
   RecurrentBackward a;
   RecurrentGradients grads;
-  const OfState of;
+  const StateParameters of;
   const int64_t H, gates;
   const bool lstm;
   const Tensor hidden, states, cells, kept_gates, attentional, queries, weights, weight_ih, grad_states;
   const Optional cell, mask, grad_cells, grad_weights, of_context;
   const Optional projected;  // if present, a step reads no gradient of a context
-  const Tensor of_inputs, of_states, carried, asked, of_fed, grad_score;
+  const Tensor of_inputs, state_products, carried, asked, of_fed, grad_score;
   // The gradients of the contexts and attentional vectors, to which the loop adds, and those of the two
   // that is fed.
   Tensor grad_contexts, grad_attentional;
@@ -390,11 +390,11 @@ class BackwardLoop {
         grad_weights(loop.side_by_side(given.grad_weights)),
         of_context(context_columns(given.weight_output, a)),
         projected(given.grad_contexts ? Optional() : project_values(loop, a, given.value, of_context)),
-        of_inputs(loop.room({a.T, gates})), of_states(loop.room({a.T + 1, of.all})),
+        of_inputs(loop.room({a.T, gates})), state_products(loop.room({a.T + 1, of.all})),
         carried(mask ? loop.room({2 * H}) : grads.grad_hidden), asked(loop.room({1, H})),
         of_fed(block(weight_ih, 0, gates, a.E, a.F)), grad_score(loop.room({a.T, a.Tk})),
         grad_fed(of_context ? grad_attentional : grad_contexts) {
-    for (const Tensor& x : {of_states, carried, asked, grads.grad_cell}) zero(x);
+    for (const Tensor& x : {state_products, carried, asked, grads.grad_cell}) zero(x);
     grad_contexts = returned(given.grad_contexts, a.attends, a.Dv);
     grad_attentional = returned(given.grad_attentional, a.attentional.data, a.F);
     if (!a.attends) return;
@@ -424,7 +424,7 @@ class BackwardLoop {
     Optional of_output;  // gradients of the sums of attentional vectors
     if (of_context) {
       of_output = loop.room({a.T, a.F});
-      copy(steps(of_states, 1, a.T, of.output, a.F), *of_output);
+      copy(steps(state_products, 1, a.T, of.output, a.F), *of_output);
       if (projected && given.need_grad_key)
         multiply(matrix(grad_contexts), matrix(*of_output), *of_context, false);
     }
@@ -458,14 +458,15 @@ class BackwardLoop {
 
   // Run the backward of the attentional vector of step t.
   void feed_backward(int64_t t) {
-    const auto kernels = [](auto zero) { return feed_back<decltype(zero)>; };
+    const auto kernels = [](auto zero) { return attentional_backward<decltype(zero)>; };
     loop.run(a.F, kernels, a.F, loop.at(attentional, t), loop.at(grad_attentional, t),
-             loop.at(of_states, t + 1, of.output));
+             loop.at(state_products, t + 1, of.output));
     if (!projected)
-      multiply(step(grad_contexts, t, 0, a.Dv), step(of_states, t + 1, of.output, a.F), *of_context, true);
+      multiply(step(grad_contexts, t, 0, a.Dv), step(state_products, t + 1, of.output, a.F), *of_context,
+               true);
   }
 
-  // Run attention's backward at step t and store into row `to` of `of_states`.
+  // Run attention's backward at step t and store into row `to` of `state_products`.
   void attend_backward(int64_t t, int64_t to) {
     Backward now = attends;
     move_on(now, t);
@@ -475,16 +476,18 @@ class BackwardLoop {
     if (projected) {
       now.value = view(*projected);
       now.Dv = a.F;
-      now.grad_context = loop.view_at(of_states, t + 1, of.output);
+      now.grad_context = loop.view_at(state_products, t + 1, of.output);
     }
     now.grad_score = loop.view_at(grad_score, t);
     if (grad_weights) now.grad_weights = loop.view_at(*grad_weights, t);
-    now.grad_query = given.weight_query ? loop.view_at(of_states, to) : loop.view_at(asked, 0);
+    now.grad_query = given.weight_query ? loop.view_at(state_products, to) : loop.view_at(asked, 0);
     cuda::run_backward(now, hidden);
   }
 
-  // Map row t of `of_states` to the gradient of the state.
-  void multiply_gradients(int64_t t) { multiply(carried, step(of_states, t, 0, of.all), of.weight, true); }
+  // Map row t of `state_products` to the gradient of the state.
+  void multiply_gradients(int64_t t) {
+    multiply(carried, step(state_products, t, 0, of.all), of.weight, true);
+  }
 
   void run_cell_backward(int64_t t) {
     const MoveBack call = {
@@ -502,7 +505,7 @@ class BackwardLoop {
         .reaching = {matrix_rows(carried), loop.at(mask), given.weight_query ? Rows2{} : loop.at(asked, 0)},
         .grad_cell = lstm ? matrix_rows(grads.grad_cell) : Rows2{},
         .of_input = loop.at(of_inputs, t),
-        .of_state = loop.at(of_states, t, of.gates)};
+        .state_products = loop.at(state_products, t, of.gates)};
     by_cell(a.cell, [&](auto known) {
       const auto kernels = [](auto zero) {
         return move_back_states<decltype(zero), decltype(known)::cell>;
@@ -545,8 +548,8 @@ class BackwardLoop {
     }
     if (mask) scale(steps(seen, 0, a.T + 1, H, H), strided(*mask, {a.B, 1, H}, {H, H, 1}, 0));
     const Tensor all = empty(loop.fit.device(), {of.all, of.copies * H}, loop.fit.own);
-    multiply(all, turned(matrix(of_states)), matrix(seen), false);
-    const Tensor sums = sum_of_rows(of_states);
+    multiply(all, turned(matrix(state_products)), matrix(seen), false);
+    const Tensor sums = sum_of_rows(state_products);
     const auto put = [&](int64_t first, int64_t column, const Tensor& weight, const Tensor& bias) {
       copy(block(all, first, weight.size(0), column, H), weight);
       if (bias.numel()) copy(strided(sums, {bias.size(0)}, {1}, first), bias);
