@@ -12,7 +12,7 @@ TIDY := -std=c++20 -Wall -Wno-unused-function -Wno-unneeded-internal-declaration
   -Wno-deprecated-declarations -DVARIANT=portable -DTORCH_TARGET_VERSION=0x020a000000000000 \
   -isystem tests/cuda_host
 
-.PHONY: demo test compile integrations lint lint-python lint-cxx bench gpu sanitize sanitize-fuzz mutants check-machine
+.PHONY: demo test compile integrations hosts lint lint-python lint-cxx bench gpu sanitize sanitize-fuzz mutants check-machine
 .DELETE_ON_ERROR:
 
 demo: .venv/installed
@@ -33,6 +33,10 @@ compile: .venv/installed
 
 # The projects whose attention attnfast serves; what is not there is left out of tests and benches.
 integrations: .venv/integrations
+
+# Whether the newest releases of these projects still have the classes that attnfast serves.
+hosts: .venv/installed
+	$(BIN)/python tests/integrations/releases.py
 
 lint: lint-python lint-cxx
 
@@ -106,7 +110,7 @@ check-machine:
 	touch $@
 
 .venv/integrations: tests/integrations/requirements.txt | .venv/installed
-	$(PIP) --no-deps -r $<
+	$(PIP) --no-deps --ignore-requires-python -r $<
 	touch $@
 
 # Its interpreter wants a NumPy of its time.

@@ -24,7 +24,7 @@ from attnfast._utils.benchmark import memory_of
 
 logging.disable(logging.WARNING)  # ESPnet warns at every step
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
-ESPNET = "espnet.nets.pytorch_backend.rnn.attentions"
+ESPNET = "espnet2.legacy.nets.pytorch_backend.rnn.attentions"
 PIPELINE = ("ahocorasick", "configargparse", "fasttext", "pyonmttok", "rapidfuzz", "spacy", "yaml")
 TOOLS = ("hyperpyyaml", "joblib", "ruamel", "scipy", "sentencepiece", "torchaudio", "yaml")
 JOEY = ("importlib_metadata", "packaging", "torch.utils.tensorboard", "yaml")

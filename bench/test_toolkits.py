@@ -18,7 +18,7 @@ def attnfast(ours, source):
 
 def espnet(ours):
     """Watanabe et al., "ESPnet: End-to-End Speech Processing Toolkit", Interspeech 2018."""
-    attentions = pytest.importorskip("espnet.nets.pytorch_backend.rnn.attentions")
+    attentions = pytest.importorskip("espnet2.legacy.nets.pytorch_backend.rnn.attentions")
     theirs = attentions.AttAdd(
         ours.key_proj.in_features, ours.query_proj.in_features, len(ours.score_vector)
     )

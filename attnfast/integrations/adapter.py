@@ -117,8 +117,9 @@ class Adapter:
         name: the name in reports.
         implementation: a class whose methods replace the module's; ``super()`` in them is the
             module's own class.
-        classes: the names of the module's class, ``package.module.Class``, or ``Class`` alone for
-            code that is usually copied.
+        classes: the names of the module's class: ``package.module.Class``, one for each place where
+            a release has it, or ``Class`` alone for code that is usually copied. A class of the
+            same name in another place is a copy, whose code is inspected.
         parameters: the names of the required parameters; a ``*`` in a name stands for the indices
             of a list of layers.
         optional: the names of optional parameters; a module with any other parameter is skipped.
@@ -126,9 +127,8 @@ class Adapter:
             input, and yields its results; ``draw(*shape)`` makes the input,
             ``draw.sources(...)`` adds a long source and large batches to the lengths, and
             ``draw.steps(...)`` a long target (see :class:`ProbeInputs`).
-        known_attributes: for code that is usually copied, the attributes and globals that the
-            original reads or writes and ``implementation`` do not need; a copy that uses any other
-            is skipped.
+        known_attributes: the attributes and globals that the original reads or writes and
+            ``implementation`` does not need; a copy that uses any other is skipped.
         attention: for a whole decoder, the name of its attention, which must be replaced too.
         weight_scale: the size of parameters drawn for one comparison, times 1/√n for n features, so
             that scores are large; 1 if a note says that results for large scores differ.
@@ -179,11 +179,19 @@ class Adapter:
             if not listed or not all(isinstance(x, str) for x in names):
                 raise TypeError(f"{field} must be a list of names, got {names!r}")
 
-    def is_named(self, module: nn.Module) -> bool:
-        """Return whether the module's class has one of the adapter's names."""
-        full = {f"{c.__module__}.{c.__qualname__}" for c in type(module).__mro__}
-        short = {c.__qualname__ for c in type(module).__mro__}
-        return any(c in (full if "." in c else short) for c in self.classes)
+    def named_class(self, module: nn.Module) -> type | None:
+        """Return the first of the module's classes that has one of the adapter's names, or None."""
+        names = {name.rpartition(".")[2] for name in self.classes}
+        classes = type(module).__mro__
+        return next((c for c in classes if c.__qualname__ in names or self._has_place(c)), None)
+
+    def is_original(self, module: nn.Module) -> bool:
+        """Return whether the class is one of the project's own, not a copy."""
+        cls = self.named_class(module)
+        return cls is not None and self._has_place(cls)
+
+    def _has_place(self, cls: type) -> bool:
+        return f"{cls.__module__}.{cls.__qualname__}" in self.classes
 
     def mismatches(self, module: nn.Module) -> tuple[list[str], list[str]]:
         """Return the module's parameters unknown to the adapter, and the missing ones."""
@@ -197,7 +205,7 @@ class Adapter:
 
     def fits(self, module: nn.Module) -> bool:
         """Return whether the module's class and parameter names match the adapter's."""
-        return self.is_named(module) and not any(self.mismatches(module))
+        return self.named_class(module) is not None and not any(self.mismatches(module))
 
 
 def arguments(module: nn.Module, name: str = "forward") -> dict[str, inspect.Parameter]:

@@ -63,9 +63,12 @@ def static_skip_reason(module: nn.Module, adapter: Adapter) -> str | None:
         return "its parameters have no shape yet: replace it after the first call"
     if any(p.is_meta for p in module.parameters()):
         return "its parameters are on the meta device: replace it when they have values"
+    try:
+        why = signature_mismatch(module, adapter) or adapter.skip_reason(module)
+    except AttributeError as error:  # a copy without one of the original's attributes
+        why = f"it is unlike {adapter.name}: {error}"
     return (
-        signature_mismatch(module, adapter)
-        or adapter.skip_reason(module)
+        why
         or overridden_method(module, adapter)
         or unsupported_attributes(module, adapter)
         or inner_hooks(module)
@@ -91,8 +94,9 @@ def signature_mismatch(module: nn.Module, adapter: Adapter) -> str | None:
 
 def overridden_method(module: nn.Module, adapter: Adapter) -> str | None:
     """Return the reason if a subclass of the adapter's class overrides a method, or None."""
+    named = adapter.named_class(module)
     for cls in type(module).__mro__:
-        if {cls.__qualname__, f"{cls.__module__}.{cls.__qualname__}"} & set(adapter.classes):
+        if cls is named:
             return None
         for name in vars(cls):
             known = hasattr(adapter.implementation, name) or hasattr(super(cls, module), name)
@@ -143,8 +147,8 @@ def of_self(function: FunctionType, operations: tuple[str, ...] = READS) -> set[
     for step in dis.get_instructions(code):
         if is_self and step.opname in operations:
             found.add(step.argval)
-        last = step.argval[-1] if isinstance(step.argval, tuple) else step.argval
-        is_self = step.opname.startswith("LOAD_") and last in code.co_varnames[:1]
+        loaded = step.argval if isinstance(step.argval, tuple) else (step.argval,)
+        is_self = step.opname.startswith("LOAD_") and loaded[-1:] == code.co_varnames[:1] != ()
     return found
 
 
@@ -255,9 +259,8 @@ def unsupported_attributes(module: nn.Module, adapter: Adapter) -> str | None:
 
     The example may not reveal the effect of an attribute, such as a temperature that is still 1.
     """
-    full = {f"{c.__module__}.{c.__qualname__}" for c in type(module).__mro__}
-    if full & set(adapter.classes):
-        return None  # not a copy
+    if adapter.is_original(module):
+        return None
     own, ours = methods_of(type(module)), methods_of(adapter.implementation)
     parameters = (*adapter.parameters, *adapter.optional)
     known = {*(name.partition(".")[0] for name in parameters), *adapter.known_attributes}

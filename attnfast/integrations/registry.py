@@ -11,7 +11,7 @@ from attnfast._utils.checks import describe, raise_type_error
 from attnfast.integrations import projects
 from attnfast.integrations.adapter import Adapter
 
-__all__ = ["ADAPTERS", "PROJECTS", "adapter_of", "register_adapter", "why_unknown"]
+__all__ = ["ADAPTERS", "PROJECTS", "adapters_of", "register_adapter", "why_unknown"]
 
 #: The modules of adapters, each with its own list.
 PROJECTS = tuple(
@@ -45,7 +45,7 @@ def register_adapter(adapter: Adapter) -> None:
 
 def why_unknown(module: nn.Module) -> str:
     """Return why no adapter fits the module."""
-    named = [adapter for adapter in ADAPTERS.values() if adapter.is_named(module)]
+    named = [adapter for adapter in ADAPTERS.values() if adapter.named_class(module)]
     if not named:
         cls = type(module)
         return (
@@ -60,6 +60,14 @@ def why_unknown(module: nn.Module) -> str:
     return f"{what}; attnfast.register_adapter"
 
 
-def adapter_of(module: nn.Module) -> Adapter | None:
-    """Return the adapter that matches the module's class and parameters, last registered first."""
-    return next((a for a in reversed(ADAPTERS.values()) if a.fits(module)), None)
+def adapters_of(module: nn.Module) -> list[Adapter]:
+    """Return the adapters that match the module's class and parameters, last registered first.
+
+    An adapter of the class excludes those of a class that it extends; one that names the place of
+    the class excludes those that take it for a copy.
+    """
+    fitting = [a for a in reversed(ADAPTERS.values()) if a.fits(module)]
+    classes = {a.named_class(module) for a in fitting}
+    nearest = next((c for c in type(module).__mro__ if c in classes), None)
+    fitting = [a for a in fitting if a.named_class(module) is nearest]
+    return [a for a in fitting if a.is_original(module)] or fitting

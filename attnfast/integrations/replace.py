@@ -14,7 +14,7 @@ from attnfast._utils.checks import check_flag
 from attnfast.integrations.adapter import Adapter
 from attnfast.integrations.patch import adapter_serving, patch, unpatch
 from attnfast.integrations.probe import judge
-from attnfast.integrations.registry import adapter_of, why_unknown
+from attnfast.integrations.registry import adapters_of, why_unknown
 from attnfast.ops.backends import select_backend, try_select_backend
 from attnfast.ops.recurrent import RECURRENT
 
@@ -149,23 +149,29 @@ def replace(model: nn.Module, *, strict: bool = False) -> Report:
     report = Report()
     inner: set[nn.Module] = set()  # parts of supported attention
     for path, module in _modules(model):
-        adapter = adapter_of(module)
+        adapters = adapters_of(module)
         ours = type(module).__module__.startswith("attnfast.")
         if (
             module in inner
             or ours
-            or (adapter is None and not ATTENTION_NAMES.search(type(module).__name__))
+            or (not adapters and not ATTENTION_NAMES.search(type(module).__name__))
         ):
             continue
-        found = Found(path, module, adapter)
+        found = Found(path, module, None)
         report.found.append(found)
-        if adapter is None:
+        if not adapters:
             found.skip_reason = why_unknown(module)
             continue
+        reasons = []
+        for adapter in adapters:
+            found.adapter = adapter
+            why, found.zero_gradients = judge(module, adapter)
+            if not why:
+                break
+            reasons.append(why if len(adapters) == 1 else f"as {adapter.name}, {why}")
+        found.skip_reason = "; ".join(reasons) if why else ""
         if not adapter.attention:
             inner.update(module.modules())
-        why, found.zero_gradients = judge(module, adapter)
-        found.skip_reason = why or ""
     for found in report.replaced:
         _choose_backend(found, report)
     known = [x.module for x in report.found if x.adapter is not None]

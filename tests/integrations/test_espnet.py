@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from argparse import Namespace
 
 import pytest
 import torch
@@ -12,9 +11,10 @@ from integrations.common import ProbeInputs, compare, preparations, real, same_t
 import attnfast
 from attnfast.integrations.probe import tensors
 
-espnet = real("espnet.nets.pytorch_backend.rnn.attentions")
-decoders = real("espnet.nets.pytorch_backend.rnn.decoders")
-tacotron2 = real("espnet.nets.pytorch_backend.tacotron2.decoder")
+espnet = real("espnet2.legacy.nets.pytorch_backend.rnn.attentions")
+decoders = real("espnet2.asr.decoder.rnn_decoder")
+searches = real("espnet2.legacy.nets.beam_search")
+tacotron2 = real("espnet2.legacy.nets.pytorch_backend.tacotron2.decoder")
 
 BOTH = (torch.float64, torch.float32)
 SINGLE = (
@@ -193,25 +193,20 @@ class Model(torch.nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.encoder = torch.nn.LSTM(4, 6, batch_first=True)
-        attention = torch.nn.ModuleList([make(name)])
-        self.decoder = decoders.Decoder(6, 11, "lstm", 2, 5, 0, 10, attention)
+        self.decoder = decoders.RNNDecoder(11, 6, num_layers=2, hidden_size=5)
+        self.decoder.att_list[0] = make(name)
 
-    def forward(self, source, lengths, words):
-        return self.decoder(self.encoder(source)[0], lengths, words)[0]
+    def forward(self, source, lengths, words, ends):
+        return self.decoder(self.encoder(source)[0], lengths, words, ends)[0]
 
     @torch.no_grad()
     def search(self, source, lengths, beam):
-        """Search beams for each source alone, then for all together."""
-        options = Namespace(
-            beam_size=beam, penalty=0.1, ctc_weight=0.0, maxlenratio=0, minlenratio=0, nbest=beam
-        )
-        states, letters = self.encoder(source)[0], [str(i) for i in range(11)]
-        found = [
-            self.decoder.recognize_beam(states[i, :n], None, options, letters)
-            for i, n in enumerate(lengths)
-        ]
-        found += self.decoder.recognize_beam_batch(states, lengths, None, options, letters)
-        return [[hypothesis["yseq"] for hypothesis in best] for best in found]
+        """Search beams for each source."""
+        scorers, weights = {"decoder": self.decoder}, {"decoder": 1.0}
+        search = searches.BeamSearch(scorers, weights, beam, 11, sos=10, eos=10)
+        states = self.encoder(source)[0]
+        found = [search(states[i, :n], maxlenratio=-6) for i, n in enumerate(lengths)]
+        return [[hypothesis.yseq.tolist() for hypothesis in best] for best in found]
 
 
 @pytest.mark.parametrize("name", [n for n in KINDS if n not in ("AttForwardTA", "GDCAttLoc")])
@@ -220,13 +215,13 @@ def test_whole_decoders(name):
     plain = Model(name)
     served = copy.deepcopy(plain)
     report = attnfast.replace(served)
-    assert [x.path for x in report.replaced] == ["decoder.att.0"]
+    assert [x.path for x in report.replaced] == ["decoder.att_list.0"]
     source, lengths = torch.randn(3, 7, 4), torch.tensor([7, 2, 5])
-    words = torch.tensor([[4, 3, 2, 7], [1, 2, -1, -1], [5, 6, 8, -1]])
+    words, ends = torch.tensor([[4, 3, 2, 7], [1, 2, 0, 0], [5, 6, 8, 0]]), torch.tensor([4, 2, 3])
     for beam in (1, 3):
-        same_training_step(plain, served, lambda m: m(source, lengths, words))
+        same_training_step(plain, served, lambda m: m(source, lengths, words, ends))
         found = [model.search(source, lengths, beam) for model in (plain, served)]
-        assert found[0] == found[1] and len(found[0]) == 6
+        assert found[0] == found[1] and len(found[0]) == 3
 
 
 @pytest.mark.parametrize("name", WINDOWED)

@@ -39,14 +39,15 @@ def use_lengths(attention, draw):
         yield from use(attention, draw, partial(numbers, change))
 
 
+def use_masks(attention, draw):
+    yield from use(attention, draw, lambda draw, *seen: ~draw.seen(*seen).unsqueeze(1))
+
+
 @pytest.mark.parametrize("coverage", [False, True])
 @pytest.mark.parametrize("kind", ["dot", "general", "mlp"])
 def test_global_attention(kind, coverage):
     compare(onmt.GlobalAttention(9, coverage, kind), use_lengths)
-    compare(
-        eole.GlobalAttention(9, coverage, kind),
-        lambda m, draw: use(m, draw, lambda draw, *seen: ~draw.seen(*seen).unsqueeze(1)),
-    )
+    compare(eole.GlobalAttention(9, coverage, kind), use_masks)
 
 
 def test_an_inner_hook_that_comes_later_fires():

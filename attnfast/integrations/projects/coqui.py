@@ -53,11 +53,12 @@ def example(attention, draw):
             yield attention(query, inputs, processed, mask), attention.attention_weights
 
 
+DISTRIBUTIONS = ["coqui-tts"]
 ADAPTERS = [
     Adapter(
         name="Coqui's OriginalAttention",
         implementation=Original,
-        classes=["OriginalAttention"],
+        classes=["TTS.tts.layers.tacotron.attentions.OriginalAttention"],
         parameters=[
             *(f"{name}.linear_layer.weight" for name in ("query_layer", "inputs_layer", "v")),
             "v.linear_layer.bias",

@@ -104,11 +104,12 @@ def translate(decoder, draw):
                 yield out, list(state), list(decoder._attention_weights)
 
 
+DISTRIBUTIONS = ["d2l"]
 ADAPTERS = [
     Adapter(
         name="d2l's AdditiveAttention",
         implementation=Additive,
-        classes=["AdditiveAttention"],
+        classes=["d2l.torch.AdditiveAttention"],
         parameters=["W_k.weight", "W_q.weight", "w_v.weight"],
         example=lambda attention, draw: example(
             attention, draw, attention.W_q.in_features, attention.W_k.in_features

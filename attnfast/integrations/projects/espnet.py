@@ -80,13 +80,23 @@ def example(attention, draw, call=call):
             yield context, list(past) if isinstance(past, list) else past  # ESPnet's list grows
 
 
+#: Where a release keeps its classes: up to 202511, and since 202609.
+PLACES = [
+    f"{package}.nets.pytorch_backend.rnn.attentions" for package in ("espnet", "espnet2.legacy")
+]
+
+
+#: What a copy reads of the sizes, and the decorator of its mask.
+KNOWN = ["att_dim", "att_dim_k", "att_dim_v", "_fn"]
+
+
 def adapter(cls, methods, parameters, **more):
     more = {"example": example, "note": "a source without frames has weights 0, not NaN", **more}
-    classes = [f"espnet.nets.pytorch_backend.rnn.attentions.{cls}"]
-    name = f"ESPnet's {cls}"
+    classes = [f"{place}.{cls}" for place in PLACES]
     return Adapter(
-        name=name, implementation=methods, classes=classes, parameters=parameters, **more
-    )
+        name=f"ESPnet's {cls}", implementation=methods, classes=classes, parameters=parameters,
+        known_attributes=KNOWN, **more,
+    )  # fmt: skip
 
 
 # ---- a memory of the weights: location-aware, recurrent ------------------------------------------
@@ -344,6 +354,7 @@ ADD = [*DOT, "gvec.*.weight", "gvec.*.bias"]
 LOC = [*ADD, "loc_conv.*.weight", "mlp_att.*.weight"]
 
 
+DISTRIBUTIONS = ["espnet"]
 ADAPTERS = [
     adapter("AttDot", Dot, [*KEYS, "mlp_dec.bias"]),
     adapter("AttAdd", Additive, SCORED),

@@ -48,6 +48,7 @@ COMMON: dict[str, Any] = {
     "example": example,
     "note": "a source without words has weights 0 instead of NaN",
 }
+DISTRIBUTIONS = ["joeynmt"]
 ADAPTERS = [
     Adapter(
         name="joeynmt's BahdanauAttention",

@@ -72,6 +72,7 @@ def why_not(attention):
 
 
 LAYERS = {"attention.Attention": Dot, "additive_attention.AdditiveAttention": Additive}
+DISTRIBUTIONS = ["keras"]
 ADAPTERS = [
     Adapter(
         name=f"Keras's {layer.rpartition('.')[2]}",

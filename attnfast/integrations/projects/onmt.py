@@ -147,9 +147,11 @@ COMMON: dict[str, Any] = {
         "v.weight", "linear_out.bias", "linear_cover.weight",
     ],
     "skip_reason": lambda m: "its weights are a sparsemax" if m.attn_func != "softmax" else None,
+    "known_attributes": ["attn_func", "dim", "sparsemax"],
     "note": "a source without words has weights 0 instead of NaN",
 }  # fmt: skip
 
+DISTRIBUTIONS = ["OpenNMT-py", "eole"]
 ADAPTERS = [
     Adapter(
         name="OpenNMT-py's GlobalAttention",

@@ -71,12 +71,14 @@ def names(*layers):
 
 
 CONTENT = [*names("mlp_enc", "mlp_dec", "mlp_out"), "mlp_attn.weight"]
+DISTRIBUTIONS = ["speechbrain"]
 ADAPTERS = [
     Adapter(
         name=f"SpeechBrain's {cls}",
         implementation=methods,
         classes=[f"speechbrain.nnet.attention.{cls}"],
         parameters=parameters,
+        known_attributes=["detach"],  # of the last weights
         example=example,
         note="an empty source has weights 0, not NaN",
     )

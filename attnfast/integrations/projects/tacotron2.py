@@ -42,6 +42,7 @@ def example(attention, draw):
             history = torch.stack([weights, history[:, 1] + weights], 1)
 
 
+DISTRIBUTIONS = ["torchaudio"]
 ADAPTERS = [
     Adapter(
         name=name,
