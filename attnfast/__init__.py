@@ -1,10 +1,10 @@
 """Fused attention for recurrent sequence-to-sequence models.
 
 Functions: :func:`additive_attention`, :func:`dot_attention`, :func:`coverage_attention`,
-:func:`copy_distribution`; keys and values that are asked many times: :func:`prepare` and
-:func:`attend`; which keys a row may see: :class:`Span`; given alignments:
-:func:`alignment_loss`; a wish for keys near a position: :func:`gaussian_bias`. Modules:
-:mod:`attnfast.nn`. Other projects' modules: :func:`replace`.
+:func:`copy_distribution`; scores alone: :func:`additive_score`; keys and values that are asked many
+times: :func:`prepare` and :func:`attend`; the keys that a row may see: :class:`Span`; given
+alignments: :func:`alignment_loss`; a bias toward keys near a position: :func:`gaussian_bias`.
+Modules: :mod:`attnfast.nn`. Other projects' modules: :func:`replace`.
 
 An argument that does not fit raises ValueError or TypeError, and the message names it.
 """
@@ -14,6 +14,7 @@ from attnfast._utils.dispatch_log import explain
 from attnfast.decoding import attend, prepare
 from attnfast.functional import (
     additive_attention,
+    additive_score,
     copy_distribution,
     coverage_attention,
     dot_attention,
@@ -32,6 +33,7 @@ __all__ = [
     "Span",
     "__version__",
     "additive_attention",
+    "additive_score",
     "alignment_loss",
     "attend",
     "copy_distribution",

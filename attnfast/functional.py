@@ -21,6 +21,7 @@ from attnfast.ops import attention, dispatch, lowering
 from attnfast.ops.arguments import (
     apply_temperature,
     as_returned,
+    autocast,
     autocast_call,
     check_activation,
     check_inputs,
@@ -35,6 +36,7 @@ from attnfast.ops.copying import COPYING, CopyInputs
 from attnfast.ops.coverage import COVERAGE, CoverageInputs, CoverageOutputs, check_history
 from attnfast.ops.lowering import SpanArguments
 from attnfast.ops.operators import accumulation_dtype
+from attnfast.ops.scores import SCORING, ScoreInputs
 from attnfast.ops.span import check_form, check_span
 from attnfast.outputs import (
     AttentionOutput,
@@ -43,7 +45,13 @@ from attnfast.outputs import (
 )
 from attnfast.spans import Position, Spans
 
-__all__ = ["additive_attention", "copy_distribution", "coverage_attention", "dot_attention"]
+__all__ = [
+    "additive_attention",
+    "additive_score",
+    "copy_distribution",
+    "coverage_attention",
+    "dot_attention",
+]
 
 
 def _attend(
@@ -267,6 +275,54 @@ def _with_coverage_feature(
         torch.cat([x.expand(*heads, *x.shape[-3:]) for x in (filters, one)], -3),
         torch.cat([x.expand(*heads, *x.shape[-2:]) for x in (projection, column)], -1),
     )
+
+
+def additive_score(
+    query: Tensor,
+    key: Tensor,
+    score_vector: Tensor,
+    *,
+    activation: str = "tanh",
+    backend: str | None = None,
+) -> Tensor:
+    r"""Compute the additive scores alone, :math:`e_{ij} = w^\top \tanh(q_i + k_j)`, for all pairs.
+
+    For weights that are no softmax of the scores: normalised sigmoids, sparsemax, clipped scores of
+    a pointer network. Only the scores are stored, never the features ``[B, Tq, Tk, A]``. Mask the
+    scores of padding afterwards.
+
+    Args:
+        query: ``[B, Tq, A]`` or ``[B, H, Tq, A]``: float32, float64, bfloat16 or float16.
+        key: ``[B, (H,) Tk, A]``, in the query's dtype.
+        score_vector: w, ``[A]`` or, with heads, ``[H, A]``.
+        activation, backend: as in :func:`attnfast.additive_attention`.
+
+    Returns:
+        The scores, ``[B, (H,) Tq, Tk]``: float64 for float64, otherwise float32.
+
+    Raises:
+        ValueError, TypeError: an argument does not fit; the message names it.
+        RuntimeError: the requested backend cannot run this call; or a second derivative is
+            requested from a backend other than ``"reference"``.
+
+    Papers: Bahdanau, Cho and Bengio, ICLR 2015, arXiv:1409.0473; Chorowski et al., NeurIPS 2015,
+    arXiv:1506.07503, section 2.3, for sigmoids over their sum; Bello et al., arXiv:1611.09940, for
+    clipped scores, :math:`C \tanh e_{ij}`.
+
+    Example:
+        >>> query, key = torch.randn(2, 4, 8), torch.randn(2, 5, 8)
+        >>> gates = attnfast.additive_score(query, key, torch.randn(8)).sigmoid()
+        >>> weights = gates / gates.sum(-1, keepdim=True)
+        >>> (weights @ key).shape
+        torch.Size([2, 4, 8])
+    """
+    check_tensor("query", query)
+    check_tensor("score_vector", score_vector)
+    query, key, score_vector = autocast(query, key, score_vector)
+    call = ScoreInputs(query, key, score_vector, check_activation(activation))
+    step = query.shape[-2:-1] == (1,)
+    backend = select_backend(backend, query.device, query.dtype, SCORING.name, step=step)
+    return dispatch.run(SCORING, call, backend).scores
 
 
 def coverage_call(

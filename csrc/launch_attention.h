@@ -1,4 +1,4 @@
-// The two operators of attention. A launcher includes this file once and defines the functions below.
+// The two operators of attention, and its scores alone. A launcher includes this file once and defines the functions below.
 #pragma once
 #include "launch.h"
 
@@ -10,6 +10,8 @@ int64_t grad_score_vector_parts(const Problem&);
 // Compute the outputs; `query` determines the device.
 void run_forward(const Forward&, const Tensor& query);
 void run_backward(const Backward&, const Tensor& query);
+// Compute the scores of all rows and keys, stored as weights.
+void run_scores(const Forward&, const Tensor& query);
 
 #define ATTNFAST_SPAN(X)                                     \
   X(Optional, key_bounds, spans)                             \
@@ -103,7 +105,50 @@ AttentionGradients attention_backward(const AttentionBackwardArguments& given) {
   };
 }
 
-using AttentionOperators = Operators<attention, attention_backward>;
+// ---- scores -------------------------------------------------------------------------------------
+
+#define ATTNFAST_SCORES(X)                      \
+  X(Tensor, query, rows, own, {Tq, A})          \
+  X(Tensor, key, rows, own, {Tk, A})            \
+  X(Tensor, score_vector, parameters, own, {A}) \
+  X(std::string, score, goes_with, given.score_vector)
+
+// The keys are their own values, which are not read.
+struct ScoreChecker : AttentionChecker {
+  struct Keys {
+    static constexpr const char* kOperator = "scores";
+    const Tensor &query, &key, &value;
+  };
+  template <class Arguments>
+  explicit ScoreChecker(const Arguments& given)
+      : AttentionChecker(Keys{given.query, given.key, given.key}) {}
+};
+
+ATTNFAST_ARGUMENTS(ScoreArguments, "scores", ATTNFAST_SCORES, ScoreChecker)
+ATTNFAST_RESULTS(ScoreOutputs, scores)
+
+ScoreOutputs scores(const ScoreArguments& given) {
+  const ScoreArguments::ArgumentChecker fit(given);
+  KeepAlive keep;
+  Forward a{};
+  a.dtype = dtype_of(given.query);
+  a.score = score_of(given.score);
+  a.scale = 1;
+  a.B = fit.B;
+  a.H = fit.H;
+  a.Tq = fit.Tq;
+  a.Tk = a.W = fit.Tk;
+  a.A = fit.A;
+  a.query = view_of_rows(given.query, keep);
+  a.key = view_of_rows(given.key, keep);
+  a.score_vector = view_of_parameters(given.score_vector, given.score_vector.dim() == 2, keep);
+  const Tensor scores = empty(given.query.device(), shape(given.query, a.W), fit.sums);
+  a.weights = view(scores);
+  run_scores(a, given.query);
+  return {.scores = scores};
+}
+
+using AttentionOperators = Operators<attention, attention_backward, scores>;
 
 }  // namespace
 

@@ -36,6 +36,7 @@ from attnfast.ops.attention import (
 )
 from attnfast.ops.backends import HALF, triton_interpreted
 from attnfast.ops.operators import accumulation_dtype, empty_rows
+from attnfast.ops.scores import ScoreInputs, ScoreOutputs
 from attnfast.outputs import RowStatistics
 
 # The reciprocal without a guard is inline assembly, which neither the interpreter nor AMD supports.
@@ -966,6 +967,15 @@ def forward(call: AttentionInputs) -> AttentionOutputs:
         statistics if call.need_statistics else None,
     )  # fmt: skip
     return AttentionOutputs(context, weights, lse, statistics)
+
+
+def scores(call: ScoreInputs) -> ScoreOutputs:
+    """Run the operator ``scores``."""
+    query, key, rows = call.query, call.key, call.query.shape[:-1]
+    out = query.new_empty(*rows, key.shape[-2], dtype=accumulation_dtype(query.dtype))
+    of_scores = AttentionInputs(query, key, key[..., :0], call.score_vector, score=call.score)
+    launch_forward(of_scores, None, out, out.new_empty(rows))
+    return ScoreOutputs(out)
 
 
 def _additive_gradients(call: AttentionBackward, ds: Tensor, dq: Tensor, dk: Tensor) -> Tensor:

@@ -79,6 +79,11 @@ def functions() -> Table:
         "additive_attention": (
             attnfast.additive_attention, inputs() | weight | {"activation": "tanh"},
         ),
+        "additive_score": (
+            attnfast.additive_score,
+            {"query": query, "key": torch.randn(B, TK, A), "activation": "relu", "backend": None}
+            | weight,
+        ),
         "additive_attention, span": (attnfast.additive_attention, spanned | weight),
         "dot_attention": (attnfast.dot_attention, inputs() | {"scale": 0.5}),
         "dot_attention, span": (attnfast.dot_attention, spanned | at),

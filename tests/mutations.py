@@ -25,7 +25,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         "DeferredKeyGradients.backward": [(".masked_fill(hidden, 0)", "")],
     },
     ("attnfast/decoding/deferred.py", STEPS): {
-        "SharedKeys.serve": [
+        "SharedKeys.matches": [
             ("and source[4] == score", ""),
             ("source[0] is key", "True"),
         ],
@@ -65,8 +65,8 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
     },
     ("attnfast/decoding/memory.py", CONTRACTS.format("strided")): {
         "attend": [
-            ("isinstance(place.span, Span) and place.span.stride == 1",
-             "isinstance(place.span, Span)"),
+            ("isinstance(within.span, Span) and within.span.stride == 1",
+             "isinstance(within.span, Span)"),
         ],
     },
     ("attnfast/nn/ntm.py", CONTRACTS.format("Turing")): {
@@ -75,7 +75,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
     ("attnfast/decoding/growable.py", GROWING): {
         "copy_reason": [
             ("newest is not old", "False"),
-            ("old.shape[-2] + new.shape[-2] > room.rows.shape[-2]", "False"),
+            ("old.shape[-2] + new.shape[-2] > buffer.rows.shape[-2]", "False"),
         ],
         "GrowableBuffer.write": [
             ("self.rows.data.narrow(-2, start, rows)", "self.rows.narrow(-2, start, rows)"),
@@ -87,7 +87,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         ],
         "append_rows": [
             ("2 * (old.shape[-2] + new.shape[-2])", "old.shape[-2] + new.shape[-2]"),
-            ("room.write(0, old)", ""),
+            ("buffer.write(0, old)", ""),
         ],
         "_Appended.backward": [
             ("return grad[..., : ctx.rows, :], new, None", "return None, new, None"),
@@ -96,7 +96,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
     ("attnfast/decoding/memory.py", GROWING): {
         "Memory.append": [
             ("value=True)", "value=False)"),
-            ("lengths=None, mask=mask, steps", "mask=mask, steps"),
+            ("lengths=None,", ""),
             ("is_tracing() or has_dispatch_mode()", "is_tracing()"),
             ("_usable(self.shared_keys)", ""),
         ],
@@ -128,6 +128,15 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
     },
     ("attnfast/ops/attention.py", CPU): {
         "": [('("key", "value", "score_vector")', '("key", "value")')],
+    },
+    ("attnfast/ops/arguments.py", "tests/test_models.py tests/test_multi_hop.py"): {
+        "length_mask": [("< lengths.unsqueeze(-1)", "<= lengths.unsqueeze(-1)")],
+    },
+    ("attnfast/ops/scores.py", "tests/test_scores.py -k 'not triton'"): {
+        "_gradients": [
+            ("weights=grad, grad_score=grad,", "weights=grad, grad_score=2 * grad,"),
+            ("need_grad_key=any(of_keys)", "need_grad_key=of_keys[0]"),
+        ],
     },
     ("attnfast/functional.py", SPANS): {
         "_attend": [("sigma * temperature**0.5", "sigma * temperature")],
@@ -235,7 +244,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
             ("u = self.between(u) + context", "u = u + context"),
         ],
         "_scores": [
-            ("place >= memory.lengths.view(-1, 1, 1)", "place >= memory.lengths.amax()"),
+            ("length_mask(memory.lengths, ", "length_mask(memory.lengths.amax(0, True), "),
             ("scores.masked_fill(~memory.mask, unseen)", "scores"),
         ],
         "TopKAttention.forward": [
@@ -338,7 +347,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         ],
     },
     ("attnfast/decoding/memory.py", CONTRACTS.format("bump")): {
-        "_attend_once": [("steps.prepared(), bias)", "steps.prepared())")],
+        "_attend_once": [("shared.prepared(), bias)", "shared.prepared())")],
     },
     ("examples/stories.py", "tests/test_multi_hop.py -k answers"): {
         "stays": [("found[-1] = (place_of.what, [x.at, place_of.at])", "pass")],
@@ -550,7 +559,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
             ("again = blank[:, :-1] +", "again = both[:, :-1] +"),
             ("blank = _walked(label, log_p[..., BLANK])",
              "blank = _walked(both, log_p[..., BLANK])"),
-            ("(place >= encoded.lengths.unsqueeze(-1))", "(place > encoded.lengths.unsqueeze(-1))"),
+            ("length_mask(encoded.lengths, ", "length_mask(encoded.lengths + 1, "),
             ("both.gather(-1, encoded.lengths.unsqueeze(-1)).squeeze(-1)", "both[:, -1]"),
             ("torch.where(total == -torch.inf, total, scores - total)", "scores - total"),
             ("log_p = log_p.double()", ""),
@@ -656,7 +665,9 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         "NeuralTuringMachine._check": [("if slots < self.shift:", "if False:")],
     },
     ("attnfast/models/encoders.py", "tests/test_models.py -k no_state"): {
-        "TransformerEncoder.forward": [("* exists.unsqueeze(-1)", "")],
+        "TransformerEncoder.forward": [
+            ("* length_mask(lengths, states.shape[1], states).unsqueeze(-1)", ""),
+        ],
     },
     ("attnfast/nn/bidirectional.py", CONTRACTS.format("Bidirectional")): {
         "BidirectionalAttention.forward": [
@@ -867,7 +878,6 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         "TopKAttention.choose": [("wide = accumulation_dtype(rows.dtype)", "wide = rows.dtype")],
     },
     ("attnfast/decoding/memory.py", "tests/test_growable.py -k 'empty or one_mask'"): {
-        "Memory._whole_mask": [("seen.view(len(seen), *[1]", "seen.view(-1, *[1]")],
         "Memory.index_select": [("len(self.mask) != len(self.key)", "False")],
     },
     ("attnfast/nn/ntm.py", "tests/test_ntm.py -k 'not example and not tasks'"): {
@@ -985,7 +995,9 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         "Seq2Seq.__init__": [("self.embedding.weight[PAD] = 0", "pass")],
     },
     ("attnfast/models/encoders.py", "tests/test_models.py -k 'not train'"): {
-        "Encoder.forward": [("return states * exists.unsqueeze(-1)", "return states")],
+        "Encoder.forward": [
+            ("return states * length_mask(lengths, length).unsqueeze(-1)", "return states"),
+        ],
     },
     ("attnfast/translate/trainer.py", "tests/test_trainer.py"): {
         "train_step": [
@@ -1075,8 +1087,8 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         "RecurrentState.index_select": [('"cell": -2, "feed": 0}', '"cell": -2}')],
         "_packed": [("all(x is y for x, y in zip(parameters, before.parameters))", "True")],
         "_run_steps": [
-            ("(steps >= target_lengths[:, None]).unsqueeze(-1), 0)",
-             "steps.view(1, -1, 1) < 0, 0)"),
+            ("masked_fill(~length_mask(target_lengths, input.shape[1]).unsqueeze(-1), 0)",
+             "clone()"),
         ],
         "_terms": [("of_memory.check_unchanged()", "pass")],
         "_reversed": [
@@ -1147,7 +1159,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
             ("*hidden, feed=feed[0])", "*hidden)"),
             ("is_plain(x, nn.LSTMCell, nn.GRUCell) for x in cells", "True for x in cells"),
         ],
-        "lengths_of.count": [("(place < src_len.view(-1, 1)).sum(1).expand(B)", "src_len.long()")],
+        "lengths_of.count": [("length_mask(src_len.view(-1), Tk).sum(1).expand(B)", "src_len.long()")],
     },
     ("attnfast/integrations/probe.py", "tests/test_replace.py -k hooks"): {
         "inner_hooks": [("if part is not module and any(hooks):", "if any(hooks):")],

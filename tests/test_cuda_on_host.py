@@ -18,6 +18,7 @@ import test_copying
 import test_coverage
 import test_memory
 import test_recurrent
+import test_scores
 import test_span
 import test_statistics
 import torch
@@ -82,6 +83,11 @@ WIDE = Case("tanh", 1, 18, 66, 70, 530, terms=("mask",), layout="sliced")
 @pytest.mark.parametrize("case", [*SMALL, WIDE], ids=test_attention.name)
 def test_table(case, host):
     test_attention.judge(case, host)
+
+
+@pytest.mark.parametrize("case", test_scores.CASES, ids=str)
+def test_scores_alone(case, host):
+    test_scores.judge(case, host)
 
 
 def test_invalid_calls(host):

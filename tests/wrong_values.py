@@ -225,6 +225,7 @@ FITS: dict[str, tuple[tuple[str, str, str], ...]] = {
     ),
     "no other argument has this size: rows, keys or words": (
         ("(additive|dot)_attention, span|attend|attend, step", "query", "longer in axis 1"),
+        ("additive_score", "query|key", "longer in axis 1"),
         ("(Bahdanau|Luong|MultiHead|LocalPredictive|Gated|TopK|MultiHop|Bidirectional)Attention.*",
          "state|query|text|question", "longer in axis 1"),
         ("TransformerEncoderLayer.forward|PointerNetwork.*", "states|items|pointers",

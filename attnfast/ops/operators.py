@@ -331,6 +331,6 @@ def implement(backend: str, module: str, functions: dict[str, str]) -> None:
         def run(*args, name=name, function=function):
             CHECKS[name](*args)
             results = getattr(importlib.import_module(module), function)(ARGUMENTS[name](*args))
-            return tuple(results)
+            return tuple(results) if len(results) > 1 else results[0]
 
         torch.library.impl(f"attnfast_{backend}::{name}", "default", run, lib=LIBRARIES[backend])

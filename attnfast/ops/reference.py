@@ -30,11 +30,13 @@ from attnfast.ops.recurrent import (
     layers,
 )
 from attnfast.ops.recurrent import fake as fake_recurrent
+from attnfast.ops.scores import ScoreInputs, ScoreOutputs
 from attnfast.ops.search import GreedySearchInputs, GreedySearchOutputs, layer_of
 from attnfast.ops.span import to_columns, to_dense
 
 __all__ = [
     "attention", "copy_distribution", "coverage_attention", "greedy_search", "linear", "recurrent",
+    "scores",
 ]  # fmt: skip
 
 
@@ -76,6 +78,13 @@ def score(query: Tensor, key: Tensor, score_vector: Tensor | None, name: str) ->
         score_vector = score_vector[:, None, None, :]
     features = query.unsqueeze(-2) + key.unsqueeze(-3)
     return (score_vector * ACTIVATIONS[name](features)).sum(-1)
+
+
+def scores(call: ScoreInputs) -> ScoreOutputs:
+    """Compute the additive scores."""
+    dtype = accumulation_dtype(call.query.dtype)
+    query, key, score_vector = (x.to(dtype) for x in call[:3])
+    return ScoreOutputs(score(query, key, score_vector, call.score))
 
 
 def attention(call: AttentionInputs) -> AttentionOutputs:

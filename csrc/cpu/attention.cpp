@@ -175,6 +175,12 @@ void run_forward(const Forward& a, const Tensor&) {
   run_passes(a, plan, threads, kernels().scores, kernels().softmax, kernels().context);
 }
 
+void run_scores(const Forward& a, const Tensor&) {
+  Plan plan = plan_by_rows(a);
+  plan.scores = a.weights;
+  run_passes(a, plan, threads_for(a), kernels().scores);
+}
+
 void run_backward(const Backward& a, const Tensor&) {
   Plan plan = plan_by_rows(a);
   const bool whole = plan.rows >= a.Tq && plan.keys >= a.Tk;

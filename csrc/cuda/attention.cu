@@ -33,6 +33,11 @@ int64_t grad_score_vector_parts(const Problem& a) { return attnfast::grad_score_
 namespace {
 void run_forward(const Forward& a, const Tensor& query) { cuda::run_forward(a, {}, query); }
 void run_backward(const Backward& a, const Tensor& query) { cuda::run_backward(a, query); }
+void run_scores(const Forward& a, const Tensor& query) {
+  launched(
+      query, kThreads, [&] { return describe(a); },
+      [&](const Launch& launch) { launch_scores(a, launch); });
+}
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(attnfast_cuda, CUDA, m) { AttentionOperators::implement(m); }

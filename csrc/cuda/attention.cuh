@@ -542,6 +542,16 @@ void launch_products(const Call& a, const Factored& factored, const Launch& laun
   launch(kernel, blocks, key_parts(a, blocks, launch, kernel), a, factored);
 }
 
+template <class Launch>
+void launch_scores(const Forward& a, const Launch& launch) {
+  by_dtype(a.dtype, [&](auto zero) {
+    using T = decltype(zero);
+    const auto kernel =
+        by_score(a.score, [](auto known) { return products<T, decltype(known)::score, false>; });
+    launch_products(a, factored<T>(a, launch), launch, kernel);
+  });
+}
+
 template <class T, class Launch>
 void launch_sum(const Problem& a, const Sum& sum, const Launch& launch,
                 void (*kernel)(Problem, Sum) = grad_rows<T, Score::dot, true>) {

@@ -52,6 +52,7 @@ void run_backward(const Call& a) {
 }
 void run_forward(const Forward& a, const Tensor&) { run_forward(a); }
 void run_backward(const Backward& a, const Tensor&) { run_backward(a); }
+void run_scores(const Forward& a, const Tensor&) { launch_scores(a, LaunchOnHost<kThreads>{}); }
 void run_forward(const CopyForward& a, const Tensor&) { run_forward(a); }
 void run_backward(const CopyBackward& a, const Tensor&) { run_backward(a); }
 void run_forward(const CoverageForward& a, const Tensor&) { run_forward(a); }
