@@ -75,9 +75,16 @@ def halves(module: nn.Module, layer: nn.Module, n: int, source: Tensor) -> tuple
 
 
 def project_both(
-    module: nn.Module, layer: nn.Linear, query: Tensor, states: Tensor
+    module: nn.Module,
+    layer: nn.Linear,
+    query: Tensor,
+    states: Tensor,
+    *,
+    states_first: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return the two terms of ``layer([query; states])``; that of the states is cached.
+
+    With ``states_first`` the layer takes ``[states; query]``; the terms are returned as otherwise.
 
     Example:
         >>> module, layer = torch.nn.Module(), torch.nn.Linear(6 + 8, 4)
@@ -87,7 +94,10 @@ def project_both(
         >>> torch.allclose(of_query + key, joined, atol=1e-6)
         True
     """
-    of_query, of_states = halves(module, layer, query.shape[-1], states)
+    first = states if states_first else query
+    of_query, of_states = halves(module, layer, first.shape[-1], states)
+    if states_first:
+        of_query, of_states = of_states, of_query
     key = cached_per_source(
         module, "key", lambda: F.linear(states, of_states), states, layer.weight
     )
