@@ -17,6 +17,7 @@ from attnfast.nn import _linear
 
 __all__ = [
     "attend",
+    "attend_to_map",
     "batch_first",
     "is_plain",
     "keep_in_graph",
@@ -203,6 +204,35 @@ def attend(
     if weights.is_cuda and weights.dtype.itemsize == 2 and torch.is_autocast_enabled("cuda"):
         weights = weights.float()  # the dtype of a softmax under autocast
     return None if value is None else context, weights
+
+
+def attend_to_map(
+    module: nn.Module,
+    query: Tensor,
+    features: Tensor,
+    conv: nn.Conv2d,
+    score_vector: Tensor,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """Return the context of a feature map ``[B, C, H, W]``, whose keys are ``conv(features)``.
+
+    The other arguments are those of :func:`attend`, with H · W keys, row by row. The keys are
+    cached per source if the convolution is a plain ``nn.Conv2d``.
+    """
+    if type(conv) is nn.Conv2d:
+        key = cached_per_source(
+            module, "key", lambda: _rows(conv(features)), features, conv.weight, conv.bias
+        )
+    else:
+        key = _rows(conv(features))
+    value = cached_per_source(module, "value", lambda: _rows(features), key, source=features)
+    context, weights = attend(module, query, key, value, score_vector, mask=mask)
+    return multiplied(context, weights, features)
+
+
+def _rows(features: Tensor) -> Tensor:
+    """Return a feature map ``[B, C, H, W]`` as ``[B, H · W, C]``."""
+    return features.flatten(2).transpose(1, 2).contiguous()
 
 
 def _fits(mask: Tensor, shape: tuple[int, ...]) -> bool:
