@@ -227,6 +227,21 @@ def test_grad_mode_may_change():
     same(run(m, *args), run(plain, *args))
 
 
+def test_parameters_made_in_inference_mode():
+    """They have no version, and a change may spare the elements that are stored of others."""
+    m = model()["a0"]
+    plain = copy.deepcopy(m)
+    attnfast.replace(m)
+    states, memory, mask = inputs()
+    with torch.inference_mode():
+        for x in (m, plain):
+            x.key.weight = torch.nn.Parameter(x.key.weight.clone())
+        for _ in range(2):
+            torch.testing.assert_close(m(states[0], memory, mask), plain(states[0], memory, mask))
+            for x in (m, plain):
+                x.key.weight[0, 1] += 5
+
+
 def test_slices_and_beams():
     """The batch shrinks, and a beam search repeats and reorders sources."""
     m = model()["a0"]

@@ -61,6 +61,11 @@ def that_needs_gradients():
     return torch.randn(B, TK, D, requires_grad=True)
 
 
+def made_in_inference_mode():
+    with torch.inference_mode():
+        return torch.randn(B, TK, D)
+
+
 KINDS = {
     "additive": (lambda: BahdanauAttention(D), lambda m, q, k: m(q.unsqueeze(1), k)),
     "dot": (lambda: Attn("dot", D), lambda m, q, k: m(q.unsqueeze(0), k.transpose(0, 1))),
@@ -85,11 +90,12 @@ def modules(kind):
 @pytest.mark.parametrize(
     "source",
     [own_memory, shared_memory, memory_of_numpy, part_of_a_buffer, transposed,
-     that_needs_gradients],
+     that_needs_gradients, made_in_inference_mode],
 )  # fmt: skip
 def test_a_refilled_source(kind, change, source):
     (plain, served), call, x = modules(kind), KINDS[kind][1], source()
-    with torch.set_grad_enabled(x.requires_grad and change is not in_place):
+    grad = x.requires_grad and change is not in_place
+    with torch.inference_mode(x.is_inference()), torch.set_grad_enabled(grad):
         for _ in range(3):
             for _ in range(2):
                 query = torch.randn(B, D)
@@ -108,8 +114,9 @@ def test_lengths_that_are_refilled():
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_source_that_stays_is_projected_once(kind):
     (_, served), call = modules(kind), KINDS[kind][1]
-    for x in (own_memory(), memory_of_numpy(), part_of_a_buffer(), own_memory().fill_(torch.nan)):
-        with torch.no_grad(), projections() as projected:
+    for x in (own_memory(), memory_of_numpy(), part_of_a_buffer(), own_memory().fill_(torch.nan),
+              made_in_inference_mode()):  # fmt: skip
+        with torch.inference_mode(x.is_inference()), torch.no_grad(), projections() as projected:
             call(served, torch.randn(B, D), x)
             before = projected.call_count
             for _ in range(3):

@@ -8,7 +8,8 @@ every step, nothing is cached.
 
 Version counters record in-place changes, but not those through ``.data``, through NumPy or through
 another tensor over the same memory. A tensor that autograd created, in memory that PyTorch owns, is
-compared by its version; any other tensor on the CPU is compared with a copy at every call.
+compared by its version; any other tensor on the CPU is compared with a copy at every call. So are
+inference tensors, which have no version; on a GPU nothing is cached for them.
 """
 
 from __future__ import annotations
@@ -82,7 +83,8 @@ class TensorSnapshot:
     """A snapshot of a tensor: the object or its base, its version and its layout.
 
     Some elements of a parameter are stored too, because writes through ``.data`` do not change its
-    version, and with ``exact`` a copy of any other tensor whose version misses some changes.
+    version, and a copy of inference tensors, which have no version, and with ``exact`` of any other
+    tensor whose version misses some changes.
     """
 
     def __init__(self, x: Tensor, exact: bool = False):
@@ -92,11 +94,11 @@ class TensorSnapshot:
         if x.device.type == "cpu" and type(x) is nn.Parameter:
             self.some = _some(x)
             self.values = self.some.tolist()
-        elif x.device.type == "cpu" and exact and not _tells_of_changes(x):
+        elif x.device.type == "cpu" and (x.is_inference() or (exact and not _tells_of_changes(x))):
             self.copy = x.detach().clone()
 
     def again(self, x: Any) -> bool:
-        if not isinstance(x, Tensor) or x.is_inference() or _state(x) != self.state:
+        if not isinstance(x, Tensor) or _state(x) != self.state:
             return False
         if x is self.itself():
             same = self.some is None or self.some.tolist() == self.values
@@ -118,6 +120,13 @@ def _tells_of_changes(x: Tensor) -> bool:
 def _is_shared(x: Tensor) -> bool:
     """Return whether NumPy or another process may write to a tensor's memory."""
     return not x.untyped_storage().resizable()
+
+
+def _may_change_undetected(x: Tensor) -> bool:
+    """Return whether neither a version nor a copy tells of the changes of a tensor."""
+    if x.device.type == "cpu":
+        return x.is_inference() and type(x) is nn.Parameter  # of which only some values are stored
+    return x.is_inference() or _is_shared(x)
 
 
 _compare = ctypes.CDLL(None if os.name == "posix" else "msvcrt").memcmp
@@ -147,7 +156,8 @@ def _base(x: Tensor) -> Tensor:
 
 def _state(x: Tensor) -> tuple[Any, ...]:
     """Return a tensor's version, address and requires_grad; ``.data`` may change the address."""
-    return x._version, x.data_ptr() if x.numel() else 0, x.requires_grad
+    version = None if x.is_inference() else x._version
+    return version, x.data_ptr() if x.numel() else 0, x.requires_grad
 
 
 def _part(x: Tensor) -> tuple[Any, ...]:
@@ -212,8 +222,8 @@ def cached_per_source(
                 return found.result
         else:
             missed = found.missed + 1
-    if any(x.is_inference() or (x.device.type != "cpu" and _is_shared(x)) for x in tensors):
-        kept.pop(name, None)  # changes of these are not counted
+    if any(_may_change_undetected(x) for x in tensors):
+        kept.pop(name, None)
         return (once or make)()
     if missed > PATIENCE:
         kept[name] = _Passed(of, source, missed)

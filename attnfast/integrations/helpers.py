@@ -17,6 +17,7 @@ from attnfast.nn import _linear
 
 __all__ = [
     "attend",
+    "attend_to_map",
     "batch_first",
     "is_plain",
     "keep_in_graph",
@@ -75,9 +76,16 @@ def halves(module: nn.Module, layer: nn.Module, n: int, source: Tensor) -> tuple
 
 
 def project_both(
-    module: nn.Module, layer: nn.Linear, query: Tensor, states: Tensor
+    module: nn.Module,
+    layer: nn.Linear,
+    query: Tensor,
+    states: Tensor,
+    *,
+    states_first: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return the two terms of ``layer([query; states])``; that of the states is cached.
+
+    With ``states_first`` the layer takes ``[states; query]``; the terms are returned as otherwise.
 
     Example:
         >>> module, layer = torch.nn.Module(), torch.nn.Linear(6 + 8, 4)
@@ -87,7 +95,10 @@ def project_both(
         >>> torch.allclose(of_query + key, joined, atol=1e-6)
         True
     """
-    of_query, of_states = halves(module, layer, query.shape[-1], states)
+    first = states if states_first else query
+    of_query, of_states = halves(module, layer, first.shape[-1], states)
+    if states_first:
+        of_query, of_states = of_states, of_query
     key = cached_per_source(
         module, "key", lambda: F.linear(states, of_states), states, layer.weight
     )
@@ -193,6 +204,35 @@ def attend(
     if weights.is_cuda and weights.dtype.itemsize == 2 and torch.is_autocast_enabled("cuda"):
         weights = weights.float()  # the dtype of a softmax under autocast
     return None if value is None else context, weights
+
+
+def attend_to_map(
+    module: nn.Module,
+    query: Tensor,
+    features: Tensor,
+    conv: nn.Conv2d,
+    score_vector: Tensor,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """Return the context of a feature map ``[B, C, H, W]``, whose keys are ``conv(features)``.
+
+    The other arguments are those of :func:`attend`, with H · W keys, row by row. The keys are
+    cached per source if the convolution is a plain ``nn.Conv2d``.
+    """
+    if type(conv) is nn.Conv2d:
+        key = cached_per_source(
+            module, "key", lambda: _rows(conv(features)), features, conv.weight, conv.bias
+        )
+    else:
+        key = _rows(conv(features))
+    value = cached_per_source(module, "value", lambda: _rows(features), key, source=features)
+    context, weights = attend(module, query, key, value, score_vector, mask=mask)
+    return multiplied(context, weights, features)
+
+
+def _rows(features: Tensor) -> Tensor:
+    """Return a feature map ``[B, C, H, W]`` as ``[B, H · W, C]``."""
+    return features.flatten(2).transpose(1, 2).contiguous()
 
 
 def _fits(mask: Tensor, shape: tuple[int, ...]) -> bool:

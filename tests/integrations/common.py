@@ -120,9 +120,7 @@ def compare(module, run, dtypes=(torch.float64, torch.float32), training=(False,
             if dtype == torch.float32:
                 tolerance = {"rtol": 1e-4, "atol": 1e-5}
             assert got[1].keys() == want[1].keys(), f"{name}: other attributes"
-            got, want = (
-                [*results, *state.values(), *grads] for results, state, grads in (got, want)
-            )
+            got, want = ([x for part in parts for x in part.values()] for parts in (got, want))
             for x, y in zip(got, want, strict=True):
                 if isinstance(x, torch.Tensor):
                     assert y is not None, f"{name}: a gradient is missing"

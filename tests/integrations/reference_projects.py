@@ -148,6 +148,44 @@ class CaptionAttention(nn.Module):
 CaptionAttention.__qualname__ = CaptionAttention.__name__ = "Attention"
 
 
+class AttentionUnit(nn.Module):
+    """ASTER's, of its recognition head (attention_recognition_head.py)."""
+
+    def __init__(self, sDim, xDim, attDim):
+        super().__init__()
+        self.sDim, self.xDim, self.attDim = sDim, xDim, attDim
+        self.sEmbed = nn.Linear(sDim, attDim)
+        self.xEmbed = nn.Linear(xDim, attDim)
+        self.wEmbed = nn.Linear(attDim, 1)
+
+    def forward(self, x, sPrev):
+        """x [B, Tk, xDim], sPrev [1, B, sDim]; weights [B, Tk]."""
+        B, Tk, _ = x.size()
+        key = self.xEmbed(x.view(-1, self.xDim)).view(B, Tk, -1)
+        query = self.sEmbed(sPrev.squeeze(0)).unsqueeze(1).expand(B, Tk, self.attDim)
+        features = torch.tanh(query + key).view(-1, self.attDim)
+        return F.softmax(self.wEmbed(features).view(B, Tk), dim=1)
+
+
+class AttentionCell(nn.Module):
+    """clovaai's deep-text-recognition-benchmark (modules/prediction.py)."""
+
+    def __init__(self, input_size, hidden_size, num_embeddings):
+        super().__init__()
+        self.i2h = nn.Linear(input_size, hidden_size, bias=False)
+        self.h2h = nn.Linear(hidden_size, hidden_size)
+        self.score = nn.Linear(hidden_size, 1, bias=False)
+        self.rnn = nn.LSTMCell(input_size + num_embeddings, hidden_size)
+        self.hidden_size = hidden_size
+
+    def forward(self, prev_hidden, batch_H, char_onehots):
+        """prev_hidden (h, c) [B, H], batch_H [B, Tk, K], char_onehots [B, words]."""
+        query = self.h2h(prev_hidden[0]).unsqueeze(1)
+        alpha = F.softmax(self.score(torch.tanh(self.i2h(batch_H) + query)), dim=1)
+        context = torch.bmm(alpha.permute(0, 2, 1), batch_H).squeeze(1)
+        return self.rnn(torch.cat([context, char_onehots], 1), prev_hidden), alpha
+
+
 class GNMTAttention(nn.Module):
     """NVIDIA GNMT's BahdanauAttention."""
 
