@@ -510,7 +510,8 @@ def test_what_cannot_be_copied_is_left_alone():
 def test_examples_that_yield_nothing():
     register(example=lambda module, draw: [])
     report = str(attnfast.replace(Plain()))
-    assert report.endswith("fails on an example: ValueError: the example yields no tensor")
+    failure = "fails on an example: ValueError: the example yields no tensor, in float64 with "
+    assert f"{failure}batches of 9 and 17" in report
     register(example=lambda module, draw: [draw(2, grad=False)])
     assert attnfast.replace(Plain()).replaced  # nothing has a gradient, on both sides
 
@@ -596,7 +597,8 @@ def test_sparse_gradients_are_compared(sparse):
     register(Ours, classes=[f"{__name__}.Worded"], parameters=names)
     report = attnfast.replace(Worded())
     assert bool(report.replaced) == sparse, report
-    assert sparse or "gradients differ by form: torch.float64 [20, 6] instead" in str(report)
+    what = "gradients differ in words.weight by layout: torch.float64 [20, 6] instead of"
+    assert sparse or what in str(report)
 
 
 def test_what_cannot_be_compared_is_left_alone():
@@ -611,8 +613,8 @@ def test_another_type_under_autocast_is_left_alone():
             return context.float() if context.dtype == torch.bfloat16 else context, weights
 
     register(Single)
-    what = "results differ by form: torch.float32 [2, 6] instead of torch.bfloat16 [2, 6]"
-    assert what in str(attnfast.replace(Plain()))
+    what = "results differ by dtype: torch.float32 [2, 6] instead of torch.bfloat16 [2, 6]"
+    assert f"{what} in call 1[0], under autocast to bfloat16" in str(attnfast.replace(Plain()))
 
     class Double(Plain):
         def forward(self, state, memory, mask=None):

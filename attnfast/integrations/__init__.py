@@ -1,6 +1,6 @@
 """Adapters that run other projects' attention with attnfast, one file per project."""
 
-from attnfast.integrations.adapter import Adapter, ProbeInputs
+from attnfast.integrations.adapter import Adapter, ProbeInputs, UnsupportedCall
 from attnfast.integrations.cache import cached_per_source
 from attnfast.integrations.helpers import (
     attend,
@@ -19,6 +19,7 @@ __all__ = [
     "Adapter",
     "ProbeInputs",
     "Report",
+    "UnsupportedCall",
     "attend",
     "batch_first",
     "cached_per_source",

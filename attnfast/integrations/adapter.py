@@ -19,7 +19,14 @@ LATE = 40  # steps of a long target
 
 
 class UnsupportedCall(Exception):
-    """Raised by an adapter's method to leave a call to the module's own code."""
+    """Raised by an adapter's method to leave a call to the module's own code.
+
+    Example:
+        >>> class FusedAttention:
+        ...     def forward(self, state, source, temperature=1.0):
+        ...         if state.dim() != 2:
+        ...             raise attnfast.integrations.UnsupportedCall("the state is not [B, D]")
+    """
 
 
 class ProbeInputs:

@@ -12,6 +12,8 @@ import copy
 import dis
 import inspect
 import logging
+import math
+import re
 import sys
 import warnings
 from collections import deque
@@ -28,7 +30,7 @@ from attnfast.integrations.adapter import Adapter, ProbeInputs, arguments
 from attnfast.integrations.cache import PLACE
 from attnfast.integrations.patch import adapter_serving, patch
 
-__all__ = ["judge", "tensors"]
+__all__ = ["Measurement", "judge", "measure", "static_skip_reason", "tensors"]
 
 OTHERS = ((600,), (2, 1))  # lengths of further sources of one comparison
 LARGE = 1 << 18  # elements of a parameter whose gradients are compared in one config only
@@ -152,6 +154,13 @@ def of_self(function: FunctionType, operations: tuple[str, ...] = READS) -> set[
     return found
 
 
+def loaded(code: CodeType) -> set[str]:
+    """Return the names and strings in code, but not attributes that it only writes."""
+    inner = [loaded(x) for x in code.co_consts if isinstance(x, CodeType)]
+    values = [x.argval for x in dis.get_instructions(code) if x.opname not in WRITES]
+    return {x for x in values if isinstance(x, str)}.union(*inner)
+
+
 def read_by_name(code: CodeType) -> set[str]:
     """Return the strings in code that looks up attributes by name."""
     inner = [read_by_name(x) for x in code.co_consts if isinstance(x, CodeType)]
@@ -264,10 +273,10 @@ def unsupported_attributes(module: nn.Module, adapter: Adapter) -> str | None:
     own, ours = methods_of(type(module)), methods_of(adapter.implementation)
     parameters = (*adapter.parameters, *adapter.optional)
     known = {*(name.partition(".")[0] for name in parameters), *adapter.known_attributes}
-    module_globals = vars(sys.modules[adapter.implementation.__module__]).values()
+    served = list(chain(*ours.values()))
+    module_globals = {id(x): x for f in served for x in f.__globals__.values()}.values()
     helpers = [f for f in module_globals if isinstance(f, FunctionType)]
-    helpers = [f for f in helpers if f.__code__.co_varnames[:1] == ("self",)]
-    served = [*chain(*ours.values()), *helpers]
+    served += [f for f in helpers if f.__code__.co_varnames[:1] == ("self",)]
     known = known.union(*(of_self(f) for f in served))
     replaced = own.keys() & ours.keys()
     runs = known - replaced  # its own methods that the replacement calls
@@ -284,11 +293,13 @@ def unsupported_attributes(module: nn.Module, adapter: Adapter) -> str | None:
     methods = code.intersection(chain(*own.values()))
     named = set().union(*(of_self(f) for f in methods), *(read_by_name(f.__code__) for f in code))
     state |= {name for name in named if not hasattr(module, name)}  # set later
-    unknown = sorted(read & (state | HIDDEN) - known - plain)
+    written = set().union(*(of_self(f, WRITES) for f in methods))
+    only_written = {x for x in written if not hasattr(type(module), x)}  # a property's setter reads
+    only_written = only_written.difference(*(loaded(f.__code__) for f in code))
+    unknown = sorted(read & (state | HIDDEN) - known - plain - only_written)
     unknown += sorted(x for x in shared if x.partition(".")[0] not in known)
     if unknown:
         return f"its own code reads {', '.join(unknown)}, which its replacement does not"
-    written = set().union(*(of_self(f, WRITES) for f in methods))
     lost = sorted(
         written.difference(adapter.known_attributes, *(of_self(f, WRITES) for f in served))
     )
@@ -302,8 +313,9 @@ def unsupported_attributes(module: nn.Module, adapter: Adapter) -> str | None:
 
 @dataclass(frozen=True)
 class ProbeConfig:
-    """One configuration of the comparison."""
+    """One configuration of the comparison; its name ends a sentence about a difference."""
 
+    name: str
     dtype: torch.dtype
     device: torch.device
     tolerance: float
@@ -322,11 +334,16 @@ def probe_configs(module: nn.Module, adapter: Adapter) -> Iterator[ProbeConfig]:
     parameter = next(module.parameters(), torch.empty(0, device=cpu))
     exact = adapter.dtype == torch.float64
     least = 1e-9 if exact else 1e-4
-    yield ProbeConfig(adapter.dtype, cpu, least, others=BATCHES, repeats=True, late=True)
-    yield ProbeConfig(adapter.dtype, cpu, least, training=True, late=True)
+    dtype = f"in {str(adapter.dtype).removeprefix('torch.')}"
+    name = f"{dtype} with batches of {' and '.join(str(len(x)) for x in BATCHES)}"
+    yield ProbeConfig(name, adapter.dtype, cpu, least, others=BATCHES, repeats=True, late=True)
+    name = f"{dtype} in training mode"
+    yield ProbeConfig(name, adapter.dtype, cpu, least, training=True, late=True)
     if parameter.dtype in OWN:
-        yield ProbeConfig(parameter.dtype, parameter.device, 1e-4, large=True)
+        name = f"in the module's own {str(parameter.dtype).removeprefix('torch.')}"
+        yield ProbeConfig(name, parameter.dtype, parameter.device, 1e-4, large=True)
     yield ProbeConfig(
+        f"{dtype} with large parameters and {OTHERS[0][0]} keys",
         adapter.dtype,
         cpu,
         1e-6 if exact else 1e-3,
@@ -334,7 +351,49 @@ def probe_configs(module: nn.Module, adapter: Adapter) -> Iterator[ProbeConfig]:
         others=OTHERS,
     )
     half = parameter.dtype not in OWN
-    yield ProbeConfig(torch.float32, parameter.device, 0.1, autocast=True, large=half)
+    name = "under autocast to bfloat16"
+    yield ProbeConfig(name, torch.float32, parameter.device, 0.1, autocast=True, large=half)
+
+
+KINDS = ("results", "state", "gradients")  # what an outcome of a configuration consists of
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """The comparison of a module with its replacement in one configuration.
+
+    Args:
+        config: the configuration.
+        outcomes: results, state and gradients by name, of the module's own class and of its
+            replacement; fewer if one failed.
+        reason: the first difference or the failure, None if there is none.
+        error: the exception of a failure.
+    """
+
+    config: ProbeConfig
+    outcomes: tuple[tuple[dict[str, Any], ...], ...]
+    reason: str | None
+    error: Exception | None = None
+
+    def largest(self) -> dict[str, float]:
+        """Return the largest difference of results, state and gradients; infinity if one lacks."""
+        return {
+            what: max((_distance(x, b[name]) for name, x in a.items()), default=0.0)
+            if a.keys() == b.keys()
+            else math.inf
+            for what, a, b in zip(KINDS, *self.outcomes)
+        }
+
+    def other_dtypes(self) -> int:
+        """Return how many results, tensors of the state and gradients differ in dtype."""
+        pairs = [(x, b.get(name)) for a, b in zip(*self.outcomes) for name, x in a.items()]
+        tensors = [x for x in pairs if all(isinstance(part, Tensor) for part in x)]
+        return sum(a.dtype != b.dtype for a, b in tensors)
+
+    def moved(self) -> list[set[str]]:
+        """Return the names of the gradients that are not 0, of each outcome."""
+        grads = [x[KINDS.index("gradients")] for x in self.outcomes]
+        return [{k for k, x in y.items() if x is not None and _numbers(x).any()} for y in grads]
 
 
 @contextlib.contextmanager
@@ -362,33 +421,36 @@ def compare(module: nn.Module, adapter: Adapter) -> tuple[str | None, list[str]]
     """
     theirs: set[str] = set()
     ours: set[str] = set()
+    for measured in measure(module, adapter):
+        if measured.reason is not None:
+            return measured.reason, []
+        for names, moved in zip((theirs, ours), measured.moved()):
+            names |= moved
+        del measured  # its tensors, before the next are computed
+    trained = [name for name, p in module.named_parameters() if p.requires_grad and p.numel()]
+    return None, [name for name in trained if name in theirs - ours]
+
+
+def measure(module: nn.Module, adapter: Adapter) -> Iterator[Measurement]:
+    """Yield the comparison of a module with its replacement in every configuration."""
     words = words_to_compare(module, adapter)
     for config in probe_configs(module, adapter):
-        outcomes = []
-        for served in (False, True):
-            try:
-                outcomes.append(outcome_of(module, adapter, config, served, words))
-            except Exception as error:
-                if config.autocast and not served:
-                    break  # its own class does not support autocast either
-                return _failure("its replacement" if served else "its own class", error), []
-        else:
-            try:
-                difference = output_mismatch(outcomes[0], outcomes[1], config)
-                for moved, (*_, grads) in zip((theirs, ours), outcomes):
-                    given = {name: x for name, x in grads.items() if x is not None}
-                    moved |= {name for name, x in given.items() if _numbers(x).any()}
-            except Exception as error:  # tensors of a layout that cannot be compared
-                return _failure("the comparison", error), []
-            if difference is not None:
-                return difference, []
-    names = [name for name, p in module.named_parameters() if p.requires_grad and p.numel()]
-    return None, [name for name in names if name in theirs - ours]
-
-
-def _failure(whose: str, error: Exception) -> str:
-    what = " ".join(str(error).split())
-    return f"{whose} fails on an example: {type(error).__name__}: {what}"
+        outcomes: list[tuple[dict[str, Any], ...]] = []
+        whose, reason, failure = "its own class", None, None
+        try:
+            outcomes.append(outcome_of(module, adapter, config, False, words))
+            whose = "its replacement"
+            outcomes.append(outcome_of(module, adapter, config, True, words))
+            whose = "the comparison"  # of tensors whose layout it does not support
+            reason = output_mismatch(outcomes[0], outcomes[1], config)
+        except Exception as error:
+            failure = error
+            if outcomes or not config.autocast:  # its own class may not support autocast either
+                what = f"{type(error).__name__}: {' '.join(str(error).split())}"
+                reason = f"{whose} fails on an example: {what}, {config.name}"
+                if not outcomes and re.search("double|float64", what, re.IGNORECASE):
+                    reason += "; Adapter(dtype=torch.float32) compares in float32 only"
+        yield Measurement(config, tuple(outcomes), reason, failure)
 
 
 def words_to_compare(module: nn.Module, adapter: Adapter) -> int | None:
@@ -454,14 +516,14 @@ def run(module: nn.Module, example: Any, draw: ProbeInputs) -> tuple[dict[str, A
     results: dict[str, Any] = {}
     state: dict[str, Any] = {}
     for number, result in enumerate(calls(module, example, draw), 1):
-        results |= _flat(f"[{number}]", result)
+        results |= _flat(f"call {number}", result)
         state |= {f"{name} after call {number}": x for name, x in state_of(module).items()}
     if not any(isinstance(x, Tensor) for x in results.values()):
         raise ValueError("the example yields no tensor")
     every = (*results.values(), *state.values())
     made = [x for x in every if isinstance(x, Tensor) and x.requires_grad]
     parameters = dict(module.named_parameters())
-    leaves = {f"{i}": x for i, x in enumerate(draw.leaves)} | parameters
+    leaves = {f"input {i}": x for i, x in enumerate(draw.leaves, 1)} | parameters
     leaves = {name: x for name, x in leaves.items() if x.requires_grad}
     weighted = ProbeInputs(torch.float64, draw.device, seed=1)
     loss: Any = sum((x * weighted(*x.shape, grad=False).to(x.dtype)).sum() for x in made)
@@ -543,19 +605,32 @@ def _with_vocabulary(module: nn.Module, words: int) -> list[tuple[nn.Module, str
 
 
 def output_mismatch(old: tuple[Any, ...], new: tuple[Any, ...], config: ProbeConfig) -> str | None:
-    """Return the difference of two outcomes, or None."""
-    for what, a, b in zip(("results", "state", "gradients"), old, new):
+    """Return the difference of two outcomes, in which configuration, and a cure; or None."""
+    for what, a, b in zip(KINDS, old, new):
         # Under autocast some gradients are rounding noise: tolerances are relative to the largest.
         every = [x for x in a.values() if isinstance(x, Tensor) and x.is_floating_point()]
         sizes = [float(_numbers(x).abs().max()) for x in every if config.autocast and x.numel()]
         least = max(sizes, default=0.0)
         for name, x in a.items():
             if name in b and not _close(x, b[name], config.tolerance, least):
-                where = f" in {name}" if what == "state" else ""
-                return f"{what} differ{where} by {_far(x, b[name])}"
+                difference, where = f"by {_far(x, b[name])}", f"in {name}"
+                places = (difference, where) if what == "results" else (where, difference)
+                found = " ".join([what, "differ", *places])
+                return f"{found}, {config.name}{_cure(x, b[name], config)}"
         if a.keys() != b.keys():
-            return f"{what} differ in {', '.join(sorted(a.keys() ^ b.keys()))}"
+            only_one = sorted({x.partition(" after call ")[0] for x in a.keys() ^ b.keys()})
+            return f"{what} differ in {', '.join(only_one)}, {config.name}"
     return None
+
+
+def _cure(a: Any, b: Any, config: ProbeConfig) -> str:
+    """Return the helper that may remove the difference of a replacement's b from a, if any."""
+    if isinstance(a, Tensor) and b is None:  # a gradient
+        return "; keep_in_graph gives a parameter gradient 0 that cannot change a result"
+    both = isinstance(a, Tensor) and isinstance(b, Tensor)
+    if config.autocast and both and a.dtype == torch.promote_types(a.dtype, b.dtype) != b.dtype:
+        return "; multiplied gives a result the dtype of an elementwise product"
+    return ""
 
 
 def _close(a: Any, b: Any, tolerance: float, least: float = 0.0) -> bool:
@@ -588,10 +663,26 @@ def _far(a: Any, b: Any) -> str:
     if not isinstance(a, Tensor) or not isinstance(b, Tensor):
         return f"being {_short(b)} instead of {_short(a)}"
     if _form(a) != _form(b):
+        named = zip(("shape", "dtype", "layout"), _form(a), _form(b))
+        what = next(name for name, old, new in named if old != new)
         layouts = ["" if x.layout == torch.strided else f" {x.layout}" for x in (b, a)]
         forms = [f"{x.dtype} {list(x.shape)}{y}" for x, y in zip((b, a), layouts)]
-        return f"form: {forms[0]} instead of {forms[1]}"
+        return f"{what}: {forms[0]} instead of {forms[1]}"
     return f"{float((_numbers(a) - _numbers(b)).abs().max()):.2g}"
+
+
+def _distance(a: Any, b: Any) -> float:
+    """Return the largest difference of two items, infinity if they cannot be subtracted."""
+    if isinstance(a, float) and isinstance(b, float):
+        a, b = torch.tensor(a), torch.tensor(b)
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
+        return 0.0 if type(a) is type(b) and a == b else math.inf
+    if a.shape != b.shape:
+        return math.inf
+    a, b = _numbers(a), _numbers(b)
+    same = (a == b) | (a.isnan() & b.isnan())  # also infinities
+    far = (a - b).abs().nan_to_num(math.inf, math.inf)[~same]
+    return float(far.max()) if far.numel() else 0.0
 
 
 def _short(x: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from pkgutil import iter_modules
 
@@ -11,7 +12,16 @@ from attnfast._utils.checks import describe, raise_type_error
 from attnfast.integrations import projects
 from attnfast.integrations.adapter import Adapter
 
-__all__ = ["ADAPTERS", "PROJECTS", "adapters_of", "register_adapter", "why_unknown"]
+__all__ = [
+    "ADAPTERS",
+    "PROJECTS",
+    "adapters_of",
+    "candidates",
+    "check_command",
+    "describe_mismatches",
+    "register_adapter",
+    "unknown_reason",
+]
 
 #: The modules of adapters, each with its own list.
 PROJECTS = tuple(
@@ -43,21 +53,49 @@ def register_adapter(adapter: Adapter) -> None:
     ADAPTERS[adapter.name] = adapter
 
 
-def why_unknown(module: nn.Module) -> str:
-    """Return why no adapter fits the module."""
-    named = [adapter for adapter in ADAPTERS.values() if adapter.named_class(module)]
-    if not named:
-        cls = type(module)
-        return (
-            f"its class {cls.__module__}.{cls.__qualname__} is not known; attnfast.register_adapter"
-        )
-    adapter = min(named, key=lambda adapter: sum(map(len, adapter.mismatches(module))))
+def candidates(module: nn.Module) -> list[Adapter]:
+    """Return the adapters of the module's class name or parameters, the nearest first."""
+    names = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    found = []
+    for adapter in ADAPTERS.values():
+        more, missing = adapter.mismatches(module)
+        common = len(names) - len(more)
+        if adapter.named_class(module) or common > len(more) + len(missing):
+            found.append((len(more) + len(missing), not adapter.named_class(module), adapter))
+    return [adapter for *_, adapter in sorted(found, key=lambda x: x[:2])]
+
+
+def describe_mismatches(module: nn.Module, adapter: Adapter, most: int = 3) -> str:
+    """Return in words the parameters that the module has more than the adapter's, or lacks."""
     more, missing = (
-        ", ".join(names[:3]) + ", …" * (len(names) > 3) for names in adapter.mismatches(module)
+        ", ".join(names[:most]) + ", …" * (len(names) > most)
+        for names in adapter.mismatches(module)
     )
-    said = [f"it has {more}"] * bool(more) + [f"it lacks {missing}"] * bool(missing)
-    what = f"its parameters are not known: unlike {adapter.name} {' and '.join(said)}"
-    return f"{what}; attnfast.register_adapter"
+    return " and ".join([f"has {more}"] * bool(more) + [f"lacks {missing}"] * bool(missing))
+
+
+def check_command(cls: type) -> str:
+    """Return the command that examines a class."""
+    place, name = cls.__module__, cls.__qualname__
+    if place == "__main__":  # a script
+        place = getattr(sys.modules[place], "__file__", None) or "module"
+    if "<locals>" in name:
+        place, name = "module", cls.__name__
+    return f"python -m attnfast.integrations check {place}:{name}"
+
+
+def unknown_reason(module: nn.Module) -> str:
+    """Return why no adapter fits the module."""
+    cls, near = type(module), candidates(module)
+    alike = next((x for x in near if not any(x.mismatches(module))), None)
+    if alike is not None:
+        what = f"its class {cls.__module__}.{cls.__qualname__} is not known, but its parameters "
+        return f"{what}are those of {alike.name}"
+    named = next((x for x in near if x.named_class(module)), None)
+    if named is not None:
+        what = f"only its class's name is like that of a known class, {named.name}; its parameters "
+        return f"{what}differ: it {describe_mismatches(module, named)}"
+    return f"its class {cls.__module__}.{cls.__qualname__} is not known"
 
 
 def adapters_of(module: nn.Module) -> list[Adapter]:

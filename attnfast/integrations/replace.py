@@ -2,52 +2,22 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import nn
 
 from attnfast._utils.checks import check_flag
-from attnfast.integrations.adapter import Adapter
+from attnfast.integrations.find import Found, find_attention
 from attnfast.integrations.patch import adapter_serving, patch, unpatch
 from attnfast.integrations.probe import judge
-from attnfast.integrations.registry import adapters_of, why_unknown
+from attnfast.integrations.registry import adapters_of
 from attnfast.ops.backends import select_backend, try_select_backend
 from attnfast.ops.recurrent import RECURRENT
 
 __all__ = ["Report", "replace"]
 
-#: In the names of the classes that a report mentions.
-ATTENTION_NAMES = re.compile("Att|attention|attn|LSA")
-
-
-@dataclass
-class Found:
-    """The entry of a report for one module: its path, class, and backend or reason for skipping it.
-
-    ``zero_gradients`` names parameters whose gradient is now exactly 0 because a softmax cancels
-    them. The project's own code gives them rounding errors, which an optimiser follows.
-    """
-
-    path: str
-    module: nn.Module
-    adapter: Adapter | None
-    backend: str = ""
-    skip_reason: str = ""
-    zero_gradients: list[str] = field(default_factory=list)
-
-    def __str__(self) -> str:
-        what = f"{self.path or '(the model)'}: {type(self.module).__name__}"
-        if self.skip_reason:
-            return f"{what} left alone: {self.skip_reason}"
-        assert self.adapter is not None
-        notes = [self.adapter.note] if self.adapter.note else []
-        if self.zero_gradients:
-            notes.append(f"gradient 0 instead of rounding errors: {', '.join(self.zero_gradients)}")
-        return "; ".join([f"{what} served by {self.backend}, as {self.adapter.name}", *notes])
+NOTHING = "no attention that is known"
 
 
 @dataclass
@@ -85,7 +55,7 @@ class Report:
             x.skip_reason = "its replacement was undone"
 
     def __str__(self) -> str:
-        return "\n".join(map(str, self.found)) or "no attention that is known"
+        return "\n".join(map(str, self.found)) or f"{NOTHING}, nor a module that looks like it"
 
 
 def replace(model: nn.Module, *, strict: bool = False) -> Report:
@@ -146,50 +116,34 @@ def replace(model: nn.Module, *, strict: bool = False) -> Report:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     check_flag("strict", strict)
-    report = Report()
-    inner: set[nn.Module] = set()  # parts of supported attention
-    for path, module in _modules(model):
-        adapters = adapters_of(module)
-        ours = type(module).__module__.startswith("attnfast.")
-        if (
-            module in inner
-            or ours
-            or (not adapters and not ATTENTION_NAMES.search(type(module).__name__))
-        ):
-            continue
-        found = Found(path, module, None)
-        report.found.append(found)
-        if not adapters:
-            found.skip_reason = why_unknown(module)
-            continue
-        reasons = []
-        for adapter in adapters:
-            found.adapter = adapter
-            why, found.zero_gradients = judge(module, adapter)
-            if not why:
-                break
-            reasons.append(why if len(adapters) == 1 else f"as {adapter.name}, {why}")
-        found.skip_reason = "; ".join(reasons) if why else ""
-        if not adapter.attention:
-            inner.update(module.modules())
+    report = Report(find_attention(model))
+    for found in report.found:
+        _compare(found)
     for found in report.replaced:
         _choose_backend(found, report)
-    known = [x.module for x in report.found if x.adapter is not None]
-    report.found = [  # containers of supported attention are not listed
-        x
-        for x in report.found
-        if x.adapter is not None or not any(m in known for m in x.module.modules())
-    ]
     attention = [x for x in report.skipped if x.adapter and not x.adapter.attention]
     refused = [x for x in attention if not adapter_serving(x.module)]
     if strict and refused:
         raise RuntimeError("; ".join(map(str, refused)))
-    if strict and not known:
-        raise RuntimeError(f"{type(model).__name__} has {report}")
+    if strict and not any(x.adapter for x in report.found):
+        looks = "".join(f"; {x}" for x in report.found)
+        raise RuntimeError(f"{type(model).__name__} has {NOTHING}{looks}")
     for found in report.replaced:
         assert found.adapter is not None
         patch(found.module, found.adapter)
     return report
+
+
+def _compare(found: Found) -> None:
+    """Compare a module with each of its adapters until one agrees; record the reasons if none."""
+    adapters, reasons = adapters_of(found.module), []
+    for adapter in adapters:
+        why, found.zero_gradients = judge(found.module, adapter)
+        if not why:
+            found.adapter = adapter
+            return
+        reasons.append(why if len(adapters) == 1 else f"as {adapter.name}, {why}")
+    found.skip_reason = "; ".join(reasons) or found.skip_reason
 
 
 def _choose_backend(found: Found, report: Report) -> None:
@@ -206,15 +160,3 @@ def _choose_backend(found: Found, report: Report) -> None:
     attention = getattr(found.module, adapter.attention)
     if all(attention is not x.module for x in report.replaced) and not adapter_serving(attention):
         found.skip_reason = f"its {adapter.attention} is left alone"
-
-
-def _modules(model: nn.Module, path: str = "", seen: Any = None) -> Iterator[tuple[str, nn.Module]]:
-    """Yield all modules with their paths, also layers that Keras stores in its own lists."""
-    seen = set() if seen is None else seen
-    known = list(model.named_modules(seen, path))
-    yield from known
-    for path, module in known:
-        if hasattr(module, "_flatten_layers"):
-            for layer in module._flatten_layers(include_self=False, recursive=False):
-                if layer not in seen:
-                    yield from _modules(layer, f"{path}.{layer.name}".lstrip("."), seen)

@@ -505,18 +505,19 @@ def _prepare_output() -> None:
 
 
 def run(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> int:
-    """Parse a command line, call its ``function``, and return the exit status.
+    """Parse a command line, call its ``function``, and return the exit status: its own, or 0.
 
     Errors that a user can correct, and signals, end in one sentence.
     """
     args = argparse.Namespace()
     _prepare_output()
+    status = 0
     with warnings.catch_warnings(), raise_on_signal():
         warnings.showwarning = lambda message, *_, **__: log(str(message))
         try:
             try:
                 parser.parse_args(argv, args)
-                args.function(args)
+                status = args.function(args) or 0
             except SystemExit:  # --help or --version
                 pass
             if sys.stdout is not None:
@@ -540,7 +541,7 @@ def run(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> i
         except KeyboardInterrupt as stop:
             log(str(stop) or "interrupted; existing files are intact")
             return 128 + (stop.number if isinstance(stop, Interrupted) else signal.SIGINT)
-    return 0
+    return status
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -26,6 +26,7 @@ def example(attention, draw):
             yield attention(features, draw(B, size))
 
 
+DISTRIBUTIONS = ["python-doctr"]
 ADAPTERS = [
     Adapter(
         name="docTR's AttentionModule",

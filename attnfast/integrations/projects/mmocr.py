@@ -114,6 +114,7 @@ def names(*layers):
     return [f"{layer}.{name}" for layer in layers for name in ("weight", "bias")]
 
 
+DISTRIBUTIONS = ["mmocr"]
 ADAPTERS = [
     *(
         Adapter(

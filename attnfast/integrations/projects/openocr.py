@@ -57,6 +57,7 @@ def classes(name):
     return [f"{package}openrec.modeling.decoders.{name}" for package in ("", "openocr.")]
 
 
+DISTRIBUTIONS = ["openocr-python"]
 ADAPTERS = [
     Adapter(
         name="OpenOCR's SARDecoder",

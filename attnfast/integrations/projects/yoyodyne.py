@@ -27,6 +27,7 @@ def example(attention, draw):
             yield attention(source, draw(B, layers, size), mask)
 
 
+DISTRIBUTIONS = ["yoyodyne"]
 ADAPTERS = [
     Adapter(
         name="yoyodyne's Attention",

@@ -1,0 +1,7 @@
+"""``python -m attnfast.integrations``."""
+
+import sys
+
+from attnfast.integrations.check import main
+
+sys.exit(main())
