@@ -203,9 +203,9 @@ def test_near_adapters_are_listed(check):
     assert "\n  bentrevett's Attention: the module has of_source.bias, of_source.weight, " in out
     assert "… and lacks attn.bias, attn.weight, v.weight\n" in out
     assert re.search(r"\n  and \d more\n\nnot served: only its class's name is like ", out)
-    wrong = CODE[1].replace('"WordAttention"]', '"my_modl.WordAttention"]')
+    wrong = CODE[1].replace('"WordAttention"]', '"my_model.WordAttn"]')
     out = check(f"{WORDS} --adapters my_adapter", status=1, my_adapter=wrong)
-    assert "\n  my WordAttention: its parameters; of a class my_modl.WordAttention\n" in out
+    assert "\n  my WordAttention: its parameters; of a class my_model.WordAttn\n" in out
     wrong = re.sub('"(scorer|of_s)', r'"the_\1', CODE[1])
     out = check(f"{WORDS} --adapters my_adapter", status=1, my_adapter=wrong)
     assert "and lacks the_of_source.bias, the_of_source.weight, the_of_state.weight, …\n" in out
@@ -461,7 +461,7 @@ def test_the_command_that_a_report_names():
 
     assert str(attnfast.replace(Attention())).endswith("check module:Attention")
     Attention.__module__, Attention.__qualname__ = "__main__", "Attention"
-    with mock.patch.object(sys.modules["__main__"], "__file__", "run.py"):
+    with mock.patch.object(sys.modules["__main__"], "__file__", "run.py", create=True):
         assert str(attnfast.replace(Attention())).endswith("check run.py:Attention")
 
 

@@ -187,8 +187,12 @@ class Adapter:
                 raise TypeError(f"{field} must be a list of names, got {names!r}")
 
     def named_class(self, module: nn.Module) -> type | None:
-        """Return the first of the module's classes that has one of the adapter's names, or None."""
-        names = {name.rpartition(".")[2] for name in self.classes}
+        """Return the first of the module's classes that has one of the adapter's names, or None.
+
+        A copy is known by its parameters too; a class without any only where its project has it.
+        """
+        named = [name for name in self.classes if self.parameters or "." not in name]
+        names = {name.rpartition(".")[2] for name in named}
         classes = type(module).__mro__
         return next((c for c in classes if c.__qualname__ in names or self._has_place(c)), None)
 

@@ -136,11 +136,10 @@ def add_adapters(place: str) -> None:
 def named_adapter(name: str, module: nn.Module) -> Adapter:
     """Return the adapter of this name, for the module's class."""
     adapter, cls = ADAPTERS[name], type(module)
-    if adapter.named_class(module):
+    copied = not all("." in x for x in adapter.classes)
+    if adapter.is_original(module) or (copied and adapter.named_class(module)):
         return adapter
-    own = cls.__qualname__
-    if all("." in x for x in adapter.classes):
-        own = f"{cls.__module__}.{own}"
+    own = cls.__qualname__ if copied else f"{cls.__module__}.{cls.__qualname__}"
     return dataclasses.replace(adapter, classes=[own])
 
 
