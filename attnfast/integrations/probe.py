@@ -65,10 +65,10 @@ def static_skip_reason(module: nn.Module, adapter: Adapter) -> str | None:
         return "its parameters are on the meta device: replace it when they have values"
     return (
         signature_mismatch(module, adapter)
-        or adapter.skip_reason(module)
         or overridden_method(module, adapter)
         or unsupported_attributes(module, adapter)
         or inner_hooks(module)
+        or adapter.skip_reason(module)
     )
 
 

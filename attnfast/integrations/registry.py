@@ -11,7 +11,7 @@ from attnfast._utils.checks import describe, raise_type_error
 from attnfast.integrations import projects
 from attnfast.integrations.adapter import Adapter
 
-__all__ = ["ADAPTERS", "PROJECTS", "adapter_of", "register_adapter", "why_unknown"]
+__all__ = ["ADAPTERS", "PROJECTS", "adapters_of", "register_adapter", "why_unknown"]
 
 #: The modules of adapters, each with its own list.
 PROJECTS = tuple(
@@ -60,6 +60,6 @@ def why_unknown(module: nn.Module) -> str:
     return f"{what}; attnfast.register_adapter"
 
 
-def adapter_of(module: nn.Module) -> Adapter | None:
-    """Return the adapter that matches the module's class and parameters, last registered first."""
-    return next((a for a in reversed(ADAPTERS.values()) if a.fits(module)), None)
+def adapters_of(module: nn.Module) -> list[Adapter]:
+    """Return the adapters that match the module's class and parameters, last registered first."""
+    return [adapter for adapter in reversed(ADAPTERS.values()) if adapter.fits(module)]

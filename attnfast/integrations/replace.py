@@ -14,7 +14,7 @@ from attnfast._utils.checks import check_flag
 from attnfast.integrations.adapter import Adapter
 from attnfast.integrations.patch import adapter_serving, patch, unpatch
 from attnfast.integrations.probe import judge
-from attnfast.integrations.registry import adapter_of, why_unknown
+from attnfast.integrations.registry import adapters_of, why_unknown
 from attnfast.ops.backends import select_backend, try_select_backend
 from attnfast.ops.recurrent import RECURRENT
 
@@ -149,23 +149,18 @@ def replace(model: nn.Module, *, strict: bool = False) -> Report:
     report = Report()
     inner: set[nn.Module] = set()  # parts of supported attention
     for path, module in _modules(model):
-        adapter = adapter_of(module)
+        adapters = adapters_of(module)
         ours = type(module).__module__.startswith("attnfast.")
         if (
             module in inner
             or ours
-            or (adapter is None and not ATTENTION_NAMES.search(type(module).__name__))
+            or not (adapters or ATTENTION_NAMES.search(type(module).__name__))
         ):
             continue
-        found = Found(path, module, adapter)
+        found = _judge(path, module, adapters)
         report.found.append(found)
-        if adapter is None:
-            found.skip_reason = why_unknown(module)
-            continue
-        if not adapter.attention:
+        if found.adapter is not None and not found.adapter.attention:
             inner.update(module.modules())
-        why, found.zero_gradients = judge(module, adapter)
-        found.skip_reason = why or ""
     for found in report.replaced:
         _choose_backend(found, report)
     known = [x.module for x in report.found if x.adapter is not None]
@@ -184,6 +179,21 @@ def replace(model: nn.Module, *, strict: bool = False) -> Report:
         assert found.adapter is not None
         patch(found.module, found.adapter)
     return report
+
+
+def _judge(path: str, module: nn.Module, adapters: list[Adapter]) -> Found:
+    """Return the entry of a module with the first adapter that serves it, or why none does."""
+    if not adapters:
+        return Found(path, module, None, skip_reason=why_unknown(module))
+    reasons: dict[str, str] = {}
+    for adapter in adapters:  # classes that people copy share names
+        why, zero_gradients = judge(module, adapter)
+        if why is None:
+            return Found(path, module, adapter, zero_gradients=zero_gradients)
+        reasons.setdefault(why, adapter.name)
+    several = len(reasons) > 1
+    reason = "; ".join(f"as {name} {why}" if several else why for why, name in reasons.items())
+    return Found(path, module, adapters[0], skip_reason=reason)
 
 
 def _choose_backend(found: Found, report: Report) -> None:

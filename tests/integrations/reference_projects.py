@@ -341,6 +341,122 @@ class AdditiveAttention(nn.Module):
         return torch.tanh(features).matmul(self._v_vector).squeeze(2)
 
 
+class TextbookAttention(nn.Module):
+    """v_a · tanh(W_a s + U_a h), of a state [B, Q]; the mask [B, Tk] is True at padding."""
+
+    __qualname__ = "BahdanauAttention"
+
+    def __init__(self, D=6, E=8):
+        super().__init__()
+        self.W_a = nn.Linear(D, D, bias=False)
+        self.U_a = nn.Linear(E, D, bias=False)
+        self.v_a = nn.Linear(D, 1, bias=False)
+
+    def forward(self, decoder_hidden, encoder_outputs, src_mask=None):
+        query = self.W_a(decoder_hidden).unsqueeze(1)
+        scores = self.v_a(torch.tanh(query + self.U_a(encoder_outputs))).squeeze(-1)
+        if src_mask is not None:
+            scores = scores.masked_fill(src_mask, -1e9)
+        weights = F.softmax(scores, dim=-1)
+        return torch.bmm(weights.unsqueeze(1), encoder_outputs).squeeze(1), weights
+
+
+class TensorFlowPort(nn.Module):
+    """V · tanh(W1 q + W2 h) + c, as TensorFlow's tutorial has it; weights [B, Tk, 1]."""
+
+    __qualname__ = "BahdanauAttention"
+
+    def __init__(self, D=6):
+        super().__init__()
+        self.W1, self.W2, self.V = nn.Linear(D, D), nn.Linear(D, D), nn.Linear(D, 1)
+
+    def forward(self, query, values):
+        score = self.V(torch.tanh(self.W1(query.unsqueeze(1)) + self.W2(values)))
+        weights = F.softmax(score, dim=1)
+        return torch.sum(weights * values, dim=1), weights
+
+
+class LastLayerAttention(nn.Module):
+    """v · tanh(W_h h + W_s s), of the source and of states [L, B, Q]; the mask is 0 at padding."""
+
+    __qualname__ = "Attention"
+
+    def __init__(self, E=8, D=6, A=5):
+        super().__init__()
+        self.W_h, self.W_s, self.v = nn.Linear(E, A), nn.Linear(D, A), nn.Linear(A, 1, bias=False)
+
+    def forward(self, encoder_outputs, hidden, mask):
+        features = torch.tanh(self.W_h(encoder_outputs) + self.W_s(hidden[-1]).unsqueeze(1))
+        weights = torch.softmax(self.v(features).squeeze(-1).masked_fill(mask == 0, -1e10), dim=1)
+        return weights, torch.bmm(weights.unsqueeze(1), encoder_outputs)
+
+
+class TimeFirstAttention(nn.Module):
+    """v · tanh(W q + U h), of queries [1, B, Q] and a source [Tk, B, K]; weights [B, 1, Tk]."""
+
+    __qualname__ = "AdditiveAttention"
+
+    def __init__(self, D=6, E=8):
+        super().__init__()
+        self.hidden_size = D
+        self.W, self.U, self.v = nn.Linear(D, D), nn.Linear(E, D), nn.Parameter(torch.rand(D))
+
+    def forward(self, hidden, encoder_outputs):
+        query = self.W(hidden.view(-1, 1, self.hidden_size))
+        features = torch.tanh(query + self.U(encoder_outputs.transpose(0, 1)))
+        return torch.sum(self.v * features, dim=2).softmax(1).unsqueeze(1)
+
+
+class ConcatAttention(nn.Module):
+    """v · tanh(W [q; h] + b), batch first; weights alone. The mask [B, Tk] is 0 at padding."""
+
+    __qualname__ = "Attention"
+
+    def __init__(self, D=6, E=8):
+        super().__init__()
+        self.attn, self.v = nn.Linear(D + E, D), nn.Linear(D, 1, bias=False)
+
+    def forward(self, hidden, encoder_outputs, mask):
+        hidden = hidden.unsqueeze(1).repeat(1, encoder_outputs.shape[1], 1)
+        energy = torch.tanh(self.attn(self.join(hidden, encoder_outputs)))
+        return F.softmax(self.v(energy).squeeze(2).masked_fill(mask == 0, -1e10), dim=1)
+
+    def join(self, hidden, encoder_outputs):
+        return torch.cat((hidden, encoder_outputs), dim=2)
+
+
+class SourceFirstAttention(ConcatAttention):
+    """v · tanh(W [h; q] + b)."""
+
+    __qualname__ = "Attention"
+
+    def join(self, hidden, encoder_outputs):
+        return torch.cat((encoder_outputs, hidden), dim=2)
+
+
+class LuongAttention(nn.Module):
+    """q · W_a h, W_a q · h or v_a · tanh(W_a [q; h]), of a query [B, D]."""
+
+    def __init__(self, method="general", D=6):
+        super().__init__()
+        self.method = method
+        self.W_a = nn.Linear(D * (1 + (method == "concat")), D, bias=False)
+        if method == "concat":
+            self.v_a = nn.Linear(D, 1)
+
+    def score(self, hidden, source):
+        if self.method == "general":
+            return torch.bmm(self.W_a(source), hidden.unsqueeze(2)).squeeze(2)
+        if self.method == "of the state":
+            return torch.sum(self.W_a(hidden).unsqueeze(1) * source, dim=2)
+        both = torch.cat([hidden.unsqueeze(1).expand(-1, source.size(1), -1), source], dim=2)
+        return self.v_a(torch.tanh(self.W_a(both))).squeeze(2)
+
+    def forward(self, decoder_hidden, encoder_outputs):
+        weights = F.softmax(self.score(decoder_hidden, encoder_outputs), dim=-1)
+        return torch.bmm(weights.unsqueeze(1), encoder_outputs).squeeze(1), weights
+
+
 MAX_LENGTH, SOS_token = 6, 0
 
 

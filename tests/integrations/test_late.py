@@ -191,7 +191,7 @@ class SizedByAttribute(AttnDecoderRNN):
 def test_of_a_large_vocabulary_the_words_in_the_code_are_compared(cls, words, compared):
     cls.__qualname__ = "AttnDecoderRNN"
     decoder = cls(8, words)
-    adapter = attnfast.integrations.registry.adapter_of(AttnDecoderRNN(8, 9))
+    adapter = attnfast.integrations.registry.adapters_of(AttnDecoderRNN(8, 9))[0]
     assert attnfast.integrations.probe.words_to_compare(decoder, adapter) == compared
     if cls is not SizedByAttribute:
         differs = cls is LargeVocabulary or (cls is SpecialLate and words > 900)
@@ -211,7 +211,7 @@ def test_a_sparse_embedding():
 
 def test_what_one_call_writes_and_the_next_overwrites():
     """The probe's last call runs the own code on both sides."""
-    adapter = attnfast.integrations.registry.adapter_of(tutorial())
+    adapter = attnfast.integrations.registry.adapters_of(tutorial())[0]
     decoder = Keeps(8, WORDS)
     why, _ = attnfast.integrations.probe.compare(decoder, adapter)
     assert why is not None and why.startswith("state differ in last after call")
