@@ -200,9 +200,9 @@ def test_a_whole_model(check):
 def test_near_adapters_are_listed(check):
     code = CODE[0].replace("WordAttention", "Attention")
     out = check("near:Attention --init 6 8 16", status=1, near=code)
-    assert "\n  bentrevett's Attention: the module has of_source.bias, of_source.weight, " in out
-    assert "… and lacks attn.bias, attn.weight, v.weight\n" in out
-    assert re.search(r"\n  and \d more\n\nnot served: only its class's name is like ", out)
+    assert "\n  a textbook's attention with attn: the module has of_source.bias, of_source.w" in out
+    assert "… and lacks attn.weight\n" in out
+    assert re.search(r"\n  and \d+ more\n\nnot served: only its class's name is like ", out)
     wrong = CODE[1].replace('"WordAttention"]', '"my_model.WordAttn"]')
     out = check(f"{WORDS} --adapters my_adapter", status=1, my_adapter=wrong)
     assert "\n  my WordAttention: its parameters; of a class my_model.WordAttn\n" in out
@@ -427,10 +427,9 @@ def test_attention_within_a_decoder_is_named(cls, how):
     report = attnfast.replace(model)
     command = f"python -m attnfast.integrations check {__name__}:{cls.__name__}"
     what = f"its own code {how}, and its class {__name__}.{cls.__name__} is not known"
-    assert (
-        str(report)
-        == f"decoder: {cls.__name__} left alone: {what}; what to do (docs/adapters.md): {command}"
-    )
+    said = str(report)
+    assert said.startswith(f"decoder: {cls.__name__} left alone: {what}")
+    assert said.endswith(f"; what to do (docs/adapters.md): {command}") and "\n" not in said
     with pytest.raises(RuntimeError, match=r"no attention that is known; decoder: .* left alone"):
         attnfast.replace(model, strict=True)
 

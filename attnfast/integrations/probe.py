@@ -65,16 +65,18 @@ def static_skip_reason(module: nn.Module, adapter: Adapter) -> str | None:
         return "its parameters have no shape yet: replace it after the first call"
     if any(p.is_meta for p in module.parameters()):
         return "its parameters are on the meta device: replace it when they have values"
-    try:
-        why = signature_mismatch(module, adapter) or adapter.skip_reason(module)
-    except AttributeError as error:  # a copy without one of the original's attributes
-        why = f"it is unlike {adapter.name}: {error}"
-    return (
-        why
+    why = (
+        signature_mismatch(module, adapter)
         or overridden_method(module, adapter)
         or unsupported_attributes(module, adapter)
         or inner_hooks(module)
     )
+    if why:
+        return why
+    try:
+        return adapter.skip_reason(module)
+    except AttributeError as error:  # a copy without one of the original's attributes
+        return f"it is unlike {adapter.name}: {error}"
 
 
 def signature_mismatch(module: nn.Module, adapter: Adapter) -> str | None:

@@ -61,8 +61,9 @@ def candidates(module: nn.Module) -> list[Adapter]:
         more, missing = adapter.mismatches(module)
         common = len(names) - len(more)
         if adapter.named_class(module) or common > len(more) + len(missing):
-            found.append((len(more) + len(missing), not adapter.named_class(module), adapter))
-    return [adapter for *_, adapter in sorted(found, key=lambda x: x[:2])]
+            known = not adapter.named_class(module), -len(adapter.parameters)
+            found.append((len(more) + len(missing), *known, adapter))
+    return [adapter for *_, adapter in sorted(found, key=lambda x: x[:3])]
 
 
 def describe_mismatches(module: nn.Module, adapter: Adapter, most: int = 3) -> str:

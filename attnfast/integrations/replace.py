@@ -136,14 +136,17 @@ def replace(model: nn.Module, *, strict: bool = False) -> Report:
 
 def _compare(found: Found) -> None:
     """Compare a module with each of its adapters until one agrees; record the reasons if none."""
-    adapters, reasons = adapters_of(found.module), []
-    for adapter in adapters:
+    reasons = {}
+    for adapter in adapters_of(found.module):
         why, found.zero_gradients = judge(found.module, adapter)
         if not why:
             found.adapter = adapter
             return
-        reasons.append(why if len(adapters) == 1 else f"as {adapter.name}, {why}")
-    found.skip_reason = "; ".join(reasons) or found.skip_reason
+        reasons[adapter.name] = why
+    if len(set(reasons.values())) > 1:
+        found.skip_reason = "; ".join(f"as {name}, {why}" for name, why in reasons.items())
+    elif reasons:
+        (found.skip_reason,) = set(reasons.values())
 
 
 def _choose_backend(found: Found, report: Report) -> None:

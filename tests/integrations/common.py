@@ -86,7 +86,7 @@ def alone(name: str, *unused: str):
         pytest.skip(
             f"no module {parents[1]}: `make integrations` installs it", allow_module_level=True
         )
-    folder, bare = Path(found.origin).parent.parent, []
+    folder, bare = Path(found.submodule_search_locations[0]).parent, []
     for depth in range(2, len(parents) + 1):
         module = types.ModuleType(".".join(parents[1:depth]))
         module.__path__ = [str(folder.joinpath(*parents[1:depth]))]

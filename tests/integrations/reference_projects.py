@@ -92,7 +92,23 @@ class Tacotron2Attention(nn.Module):
         return torch.bmm(weights.unsqueeze(1), memory).squeeze(1), weights
 
 
-Tacotron2Attention.__qualname__ = Tacotron2Attention.__name__ = "Attention"
+class MellotronAttention(Tacotron2Attention):
+    """NVIDIA's mellotron: the weights may be given, those of another voice."""
+
+    def forward(
+        self, attention_hidden_state, memory, processed_memory, attention_weights_cat, mask,
+        attention_weights=None,
+    ):  # fmt: skip
+        if attention_weights is None:
+            return super().forward(
+                attention_hidden_state, memory, processed_memory, attention_weights_cat, mask
+            )
+        context = torch.bmm(attention_weights.unsqueeze(1), memory)
+        return context.squeeze(1), attention_weights
+
+
+for cls in (Tacotron2Attention, MellotronAttention):
+    cls.__qualname__ = cls.__name__ = "Attention"
 
 
 config = SimpleNamespace(is_coverage=True, hidden_dim=3)  # pointer_summarizer's, of everything
@@ -377,6 +393,316 @@ class AdditiveAttention(nn.Module):
     def _forward_internal(self, vector, matrix):
         features = vector.matmul(self._w_matrix).unsqueeze(1) + matrix.matmul(self._u_matrix)
         return torch.tanh(features).matmul(self._v_vector).squeeze(2)
+
+
+class RegionAttention(nn.Module):
+    """ruotianluo's ImageCaptioning.pytorch and self-critical.pytorch (AttModel.py)."""
+
+    __qualname__ = "Attention"
+
+    def __init__(self, opt):
+        super().__init__()
+        self.rnn_size, self.att_hid_size = opt.rnn_size, opt.att_hid_size
+        self.h2att = nn.Linear(self.rnn_size, self.att_hid_size)
+        self.alpha_net = nn.Linear(self.att_hid_size, 1)
+
+    def forward(self, h, att_feats, p_att_feats, att_masks=None):
+        """att_feats [B, …, E] with projections [B, …, A], att_masks [B, Tk], 0 at padding."""
+        Tk = att_feats.numel() // att_feats.size(0) // att_feats.size(-1)
+        sums = p_att_feats.view(-1, Tk, self.att_hid_size) + self.h2att(h).unsqueeze(1)
+        scores = self.alpha_net(torch.tanh(sums).view(-1, self.att_hid_size)).view(-1, Tk)
+        weights = F.softmax(scores, dim=1)
+        if att_masks is not None:
+            weights = weights * att_masks.view(-1, Tk).to(weights)
+            weights = weights / weights.sum(1, keepdim=True)
+        values = att_feats.view(-1, Tk, att_feats.size(-1))
+        return torch.bmm(weights.unsqueeze(1), values).squeeze(1)
+
+
+class AnnotatedAttention(nn.Module):
+    """bastings's "The Annotated Encoder-Decoder": a decoder projects the keys."""
+
+    __qualname__ = "BahdanauAttention"
+
+    def __init__(self, hidden_size, key_size, query_size):
+        super().__init__()
+        self.key_layer = nn.Linear(key_size, hidden_size, bias=False)
+        self.query_layer = nn.Linear(query_size, hidden_size, bias=False)
+        self.energy_layer = nn.Linear(hidden_size, 1, bias=False)
+        self.alphas = None
+
+    def forward(self, query=None, proj_key=None, value=None, mask=None):
+        """query [B, 1, Q], proj_key [B, Tk, A], mask [B, 1, Tk], 0 at padding."""
+        assert mask is not None, "mask is required"
+        features = torch.tanh(self.query_layer(query) + proj_key)
+        scores = self.energy_layer(features).squeeze(2).unsqueeze(1)
+        scores.data.masked_fill_(mask == 0, -float("inf"))
+        self.alphas = F.softmax(scores, dim=-1)
+        return torch.bmm(self.alphas, value), self.alphas
+
+
+class DotAttention(nn.Module):
+    """IBM's pytorch-seq2seq: a dot product, and an output layer."""
+
+    __qualname__ = "Attention"
+
+    def __init__(self, dim):
+        super().__init__()
+        self.linear_out = nn.Linear(dim * 2, dim)
+        self.mask = None
+
+    def set_mask(self, mask):
+        """Hide keys where the mask [B, Tq, Tk] is True."""
+        self.mask = mask
+
+    def forward(self, output, context):
+        """output [B, Tq, D], context [B, Tk, D]."""
+        scores = torch.bmm(output, context.transpose(1, 2))
+        if self.mask is not None:
+            scores.data.masked_fill_(self.mask, -float("inf"))
+        weights = F.softmax(scores, dim=2)
+        both = torch.cat((torch.bmm(weights, context), output), dim=2)
+        return F.tanh(self.linear_out(both)), weights
+
+
+class AttentionMechanism(nn.Module):
+    """neural_sp's, with one head."""
+
+    __module__ = "neural_sp.models.modules.attention"
+
+    def __init__(self, kdim, qdim, adim, atype, sharpening_factor=1, sigmoid_smoothing=False,
+                 conv_out_channels=3, conv_kernel_size=5, dropout=0.0):  # fmt: skip
+        super().__init__()
+        self.atype, self.adim, self.n_heads = atype, adim, 1
+        self.sharpening_factor, self.sigmoid_smoothing = sharpening_factor, sigmoid_smoothing
+        self.reset()
+        self.dropout = nn.Dropout(dropout)
+        if atype in ("add", "location", "dot"):
+            self.w_key = nn.Linear(kdim, adim, bias=atype != "dot")
+            self.w_query = nn.Linear(qdim, adim, bias=False)
+        if atype == "location":
+            self.w_conv = nn.Linear(conv_out_channels, adim, bias=False)
+            width, edge = (1, conv_kernel_size), (0, conv_kernel_size // 2)
+            self.conv = nn.Conv2d(1, conv_out_channels, width, padding=edge, bias=False)
+        if atype == "luong_general":
+            self.w_key = nn.Linear(kdim, qdim, bias=False)
+        if atype == "luong_concat":
+            self.w = nn.Linear(kdim + qdim, adim, bias=False)
+        if atype in ("add", "location", "luong_concat"):
+            self.v = nn.Linear(adim, 1, bias=False)
+
+    def reset(self):
+        self.key = self.mask = None
+
+    def forward(self, key, value, query, mask=None, aw_prev=None, cache=False, mode="",
+                trigger_points=None, streaming=False):  # fmt: skip
+        """query [B, Tq, Q], mask [B, 1, Tk] 0 at padding, weights [B, 1, Tq, Tk]."""
+        B, Tk = key.shape[:2]
+        previous = key.new_zeros(B, 1, Tk) if aw_prev is None else aw_prev.squeeze(1)
+        if self.key is None or not cache:
+            self.key, self.mask = self.w_key(key) if hasattr(self, "w_key") else key, mask
+            assert mask is None or mask.size() == (B, 1, Tk)
+        if self.key.size(0) != query.size(0):
+            self.key = self.key[0:1].repeat([query.size(0), 1, 1])
+        scores = self.scores(query, previous)
+        if self.mask is not None:
+            scores = scores.masked_fill(self.mask == 0, torch.finfo(scores.dtype).min)
+        if self.sigmoid_smoothing:
+            weights = torch.sigmoid(scores) / torch.sigmoid(scores).sum(-1).unsqueeze(-1)
+        else:
+            weights = torch.softmax(scores * self.sharpening_factor, dim=-1)
+        weights = self.dropout(weights)
+        return torch.bmm(weights, value), weights.unsqueeze(1), {}
+
+    def scores(self, query, previous):
+        if self.atype == "luong_concat":
+            both = torch.cat([self.key, query.repeat([1, self.key.size(1), 1])], dim=-1)
+            return self.v(torch.tanh(self.w(both))).transpose(2, 1)
+        if not hasattr(self, "v"):
+            query = self.w_query(query) if hasattr(self, "w_query") else query
+            return torch.bmm(query, self.key.transpose(2, 1))
+        sums = self.key.unsqueeze(1) + self.w_query(query).unsqueeze(2)
+        if self.atype == "location":
+            found = self.conv(previous.unsqueeze(1)).squeeze(2).transpose(2, 1)
+            sums = sums + self.w_conv(found.contiguous().unsqueeze(1))
+        return self.v(torch.tanh(sums)).squeeze(3)
+
+
+class KospeechLinear(nn.Module):
+    """A linear layer within a module, as in kospeech."""
+
+    def __init__(self, in_features, out_features, bias=True):
+        super().__init__()
+        self.linear = nn.Linear(in_features, out_features, bias)
+
+    def forward(self, x):
+        return self.linear(x)
+
+
+class KospeechAdditive(nn.Module):
+    """kospeech's AdditiveAttention, which adds the query to the context."""
+
+    __module__, __qualname__ = "kospeech.models.attention", "AdditiveAttention"
+
+    def __init__(self, dim):
+        super().__init__()
+        self.query_proj = KospeechLinear(dim, dim, bias=False)
+        self.key_proj = KospeechLinear(dim, dim, bias=False)
+        self.score_proj = KospeechLinear(dim, 1)
+        self.bias = nn.Parameter(torch.rand(dim) - 0.5)
+
+    def forward(self, query, key, value):
+        """query [B, 1, D], key and value [B, Tk, D]; weights [B, Tk]."""
+        sums = self.key_proj(key) + self.query_proj(query) + self.bias
+        weights = F.softmax(self.score_proj(torch.tanh(sums)).squeeze(-1), dim=-1)
+        context = torch.bmm(weights.unsqueeze(1), value)
+        context += query
+        return context, weights
+
+
+class KospeechLocation(nn.Module):
+    """kospeech's LocationAwareAttention: the filters have as many channels as the score."""
+
+    __module__, __qualname__ = "kospeech.models.attention", "LocationAwareAttention"
+
+    def __init__(self, dim, attn_dim, smoothing=False):
+        super().__init__()
+        self.location_conv = nn.Conv1d(1, attn_dim, kernel_size=3, padding=1)
+        self.query_proj = KospeechLinear(dim, attn_dim, bias=False)
+        self.value_proj = KospeechLinear(dim, attn_dim, bias=False)
+        self.bias = nn.Parameter(torch.rand(attn_dim) - 0.5)
+        self.fc = KospeechLinear(attn_dim, 1)
+        self.smoothing = smoothing
+
+    def forward(self, query, value, last_alignment_energy):
+        """query [B, 1, D], value [B, Tk, D], the last weights [B, Tk] or None."""
+        if last_alignment_energy is None:
+            last_alignment_energy = value.new_zeros(value.shape[:2])
+        found = self.location_conv(last_alignment_energy.unsqueeze(1)).transpose(1, 2)
+        sums = self.query_proj(query) + self.value_proj(value) + found + self.bias
+        scores = self.fc(torch.tanh(sums)).squeeze(-1)
+        if self.smoothing:
+            weights = torch.sigmoid(scores)
+            weights = weights / weights.sum(dim=-1).unsqueeze(-1)
+        else:
+            weights = F.softmax(scores, dim=-1)
+        return torch.bmm(weights.unsqueeze(1), value), weights
+
+
+class TextbookAttention(nn.Module):
+    """v_a · tanh(W_a s + U_a h), of a state [B, Q]; the mask [B, Tk] is True at padding."""
+
+    __qualname__ = "BahdanauAttention"
+
+    def __init__(self, D=6, E=8):
+        super().__init__()
+        self.W_a = nn.Linear(D, D, bias=False)
+        self.U_a = nn.Linear(E, D, bias=False)
+        self.v_a = nn.Linear(D, 1, bias=False)
+
+    def forward(self, decoder_hidden, encoder_outputs, src_mask=None):
+        query = self.W_a(decoder_hidden).unsqueeze(1)
+        scores = self.v_a(torch.tanh(query + self.U_a(encoder_outputs))).squeeze(-1)
+        if src_mask is not None:
+            scores = scores.masked_fill(src_mask, -1e9)
+        weights = F.softmax(scores, dim=-1)
+        return torch.bmm(weights.unsqueeze(1), encoder_outputs).squeeze(1), weights
+
+
+class TensorFlowPort(nn.Module):
+    """V · tanh(W1 q + W2 h) + c, as TensorFlow's tutorial has it; weights [B, Tk, 1]."""
+
+    __qualname__ = "BahdanauAttention"
+
+    def __init__(self, D=6):
+        super().__init__()
+        self.W1, self.W2, self.V = nn.Linear(D, D), nn.Linear(D, D), nn.Linear(D, 1)
+
+    def forward(self, query, values):
+        score = self.V(torch.tanh(self.W1(query.unsqueeze(1)) + self.W2(values)))
+        weights = F.softmax(score, dim=1)
+        return torch.sum(weights * values, dim=1), weights
+
+
+class LastLayerAttention(nn.Module):
+    """v · tanh(W_h h + W_s s), of the source and of states [L, B, Q]; the mask is 0 at padding."""
+
+    __qualname__ = "Attention"
+
+    def __init__(self, E=8, D=6, A=5):
+        super().__init__()
+        self.W_h, self.W_s, self.v = nn.Linear(E, A), nn.Linear(D, A), nn.Linear(A, 1, bias=False)
+
+    def forward(self, encoder_outputs, hidden, mask):
+        features = torch.tanh(self.W_h(encoder_outputs) + self.W_s(hidden[-1]).unsqueeze(1))
+        weights = torch.softmax(self.v(features).squeeze(-1).masked_fill(mask == 0, -1e10), dim=1)
+        return weights, torch.bmm(weights.unsqueeze(1), encoder_outputs)
+
+
+class TimeFirstAttention(nn.Module):
+    """v · tanh(W q + U h), of queries [1, B, Q] and a source [Tk, B, K]; weights [B, 1, Tk]."""
+
+    __qualname__ = "AdditiveAttention"
+
+    def __init__(self, D=6, E=8):
+        super().__init__()
+        self.hidden_size = D
+        self.W, self.U, self.v = nn.Linear(D, D), nn.Linear(E, D), nn.Parameter(torch.rand(D))
+
+    def forward(self, hidden, encoder_outputs):
+        query = self.W(hidden.view(-1, 1, self.hidden_size))
+        features = torch.tanh(query + self.U(encoder_outputs.transpose(0, 1)))
+        return torch.sum(self.v * features, dim=2).softmax(1).unsqueeze(1)
+
+
+class ConcatAttention(nn.Module):
+    """v · tanh(W [q; h] + b), batch first; weights alone. The mask [B, Tk] is 0 at padding."""
+
+    __qualname__ = "Attention"
+
+    def __init__(self, D=6, E=8):
+        super().__init__()
+        self.attn, self.v = nn.Linear(D + E, D), nn.Linear(D, 1, bias=False)
+
+    def forward(self, hidden, encoder_outputs, mask):
+        hidden = hidden.unsqueeze(1).repeat(1, encoder_outputs.shape[1], 1)
+        energy = torch.tanh(self.attn(self.join(hidden, encoder_outputs)))
+        return F.softmax(self.v(energy).squeeze(2).masked_fill(mask == 0, -1e10), dim=1)
+
+    def join(self, hidden, encoder_outputs):
+        return torch.cat((hidden, encoder_outputs), dim=2)
+
+
+class SourceFirstAttention(ConcatAttention):
+    """v · tanh(W [h; q] + b)."""
+
+    __qualname__ = "Attention"
+
+    def join(self, hidden, encoder_outputs):
+        return torch.cat((encoder_outputs, hidden), dim=2)
+
+
+class LuongAttention(nn.Module):
+    """q · W_a h, W_a q · h or v_a · tanh(W_a [q; h]), of a query [B, D]."""
+
+    def __init__(self, method="general", D=6):
+        super().__init__()
+        self.method = method
+        self.W_a = nn.Linear(D * (1 + (method == "concat")), D, bias=False)
+        if method == "concat":
+            self.v_a = nn.Linear(D, 1)
+
+    def score(self, hidden, source):
+        if self.method == "general":
+            return torch.bmm(self.W_a(source), hidden.unsqueeze(2)).squeeze(2)
+        if self.method == "of the state":
+            return torch.sum(self.W_a(hidden).unsqueeze(1) * source, dim=2)
+        both = torch.cat([hidden.unsqueeze(1).expand(-1, source.size(1), -1), source], dim=2)
+        return self.v_a(torch.tanh(self.W_a(both))).squeeze(2)
+
+    def forward(self, decoder_hidden, encoder_outputs):
+        weights = F.softmax(self.score(decoder_hidden, encoder_outputs), dim=-1)
+        return torch.bmm(weights.unsqueeze(1), encoder_outputs).squeeze(1), weights
 
 
 MAX_LENGTH, SOS_token = 6, 0

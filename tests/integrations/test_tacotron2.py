@@ -7,12 +7,12 @@ import copy
 import pytest
 import torch
 from integrations.common import alone, compare, preparations, same_training_step
-from integrations.reference_projects import Tacotron2Attention
+from integrations.reference_projects import MellotronAttention, Tacotron2Attention
 
 import attnfast
 
 torchaudio = alone("torchaudio.models.tacotron2")
-CLASSES = [torchaudio._Attention, Tacotron2Attention]
+CLASSES = [torchaudio._Attention, Tacotron2Attention, MellotronAttention]
 
 
 def decode(attention, draw, masked=True, steps=3):
@@ -46,6 +46,19 @@ def test_without_a_mask():
     attention = Tacotron2Attention(5, 6, 7, 3, 5)
     attention.score_mask_value = torch.finfo(torch.float16).min
     compare(attention, decode)
+
+
+def test_weights_that_are_given():
+    """As mellotron's decoder copies those of another voice; its own code runs these calls."""
+
+    def use(attention, draw):
+        memory, history = draw(3, 6, 6), draw(3, 2, 6)
+        processed, weights = attention.memory_layer(memory), draw(3, 6)
+        for given in (None, weights, weights, None):
+            yield attention(draw(3, 5), memory, processed, history, None, given)
+        yield attention(draw(3, 5), memory, processed, history, None, attention_weights=weights)
+
+    compare(MellotronAttention(5, 6, 7, 3, 5), use)
 
 
 def test_other_convolutions_are_left_alone():

@@ -1,0 +1,105 @@
+"""Attention of neural_sp's recurrent decoders: additive, location-aware, dot and Luong's scores."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional as F
+
+from attnfast.integrations.adapter import Adapter, UnsupportedCall
+from attnfast.integrations.cache import cached_per_source
+from attnfast.integrations.helpers import attend, halves, is_plain, project
+
+SCORES = ("add", "location", "dot", "luong_dot", "luong_general", "luong_concat")
+
+
+class NeuralSP:
+    """e = s v · tanh(W h + b + V q), with U (F ∗ α) in it, α the last weights, or s q · h."""
+
+    def forward(self, key, value, query, mask=None, aw_prev=None, cache=False, mode="",
+                trigger_points=None, streaming=False):  # fmt: skip
+        if why_not(self) or (query.shape[1] != 1 and self.atype in ("location", "luong_concat")):
+            raise UnsupportedCall("its score is not known, or takes one query")
+        if self.key is None or not cache:
+            self.key = project(self, "keys", self.w_key, key) if hasattr(self, "w_key") else key
+            self.mask = mask
+            assert mask is None or mask.size() == (len(key), 1, key.shape[1]), mask.size()
+        query, keys = terms(self, query)
+        seen = self.mask
+        if seen is not None:
+            seen = cached_per_source(self, "seen", lambda: self.mask != 0, seen)
+        drops = self.dropout.training and self.dropout.p > 0
+        context, weights = attend(
+            self, query, keys, None if drops else value,
+            self.v.weight if hasattr(self, "v") else None, mask=seen,
+            scale=float(self.sharpening_factor), **location(self, aw_prev),
+        )  # fmt: skip
+        if query.dim() == 2:
+            weights = weights.unsqueeze(1)
+            context = context if context is None else context.unsqueeze(1)
+        weights = self.dropout(weights)
+        return torch.bmm(weights, value) if drops else context, weights.unsqueeze(1), {}
+
+
+def terms(self, query):
+    """Return the query, ``[B, A]`` if it is one with a location, and the keys of its score."""
+    keys = self.key
+    if self.atype == "luong_concat":
+        if not is_plain(self.w):
+            raise UnsupportedCall("its attention layer has hooks or is no plain nn.Linear")
+        of_key, of_query = halves(self, self.w, keys.shape[2], keys)
+        key = cached_per_source(self, "key", lambda: F.linear(keys, of_key), keys, self.w.weight)
+        return F.linear(query, of_query), key
+    query = self.w_query(query) if hasattr(self, "w_query") else query
+    return query.squeeze(1) if self.atype == "location" else query, keys
+
+
+def location(self, previous):
+    """Return what a location adds to the score."""
+    if self.atype != "location":
+        return {}
+    kernel, shape = self.conv.weight, self.key.shape[:2]
+    filters = cached_per_source(self, "filters", lambda: kernel.squeeze(2), kernel, source=self.key)
+    previous = self.key.new_zeros(shape) if previous is None else previous.view(-1, shape[1])
+    return {"filters": filters, "projection": self.w_conv.weight, "previous": previous}
+
+
+def why_not(attention):
+    if attention.atype not in SCORES:
+        return f"its score {attention.atype} is not known"
+    return "its weights are sigmoids" if attention.sigmoid_smoothing else None
+
+
+def example(attention, draw):
+    """Call it as its decoder does, which resets what it keeps of a source."""
+    layers = [getattr(attention, x, None) for x in ("w_key", "w_query", "w")]
+    of_key, of_query, of_both = layers
+    size = of_both.in_features // 2 if of_both else 4
+    width = of_key.in_features if of_key else size
+    size = of_query.in_features if of_query else of_key.out_features if of_key else size
+    one = attention.atype in ("location", "luong_concat")
+    for lengths in draw.sources((5, 2, 4), (3, 1)):
+        B, Tk = len(lengths), max(lengths)
+        source, values = draw(B, Tk, width), draw(B, Tk, 6)
+        for seen in (draw.seen(lengths, Tk).unsqueeze(1), None):
+            attention.reset()
+            past = None
+            for T in (1, 1, 1) if one else (1, 3):
+                query = draw(B, T, size)
+                context, past, _ = attention(source, values, query, seen, past, cache=True)
+                yield context, past
+            yield attention(source, values, draw(B, 1, size), seen, past if one else None)
+
+
+ADAPTERS = [
+    Adapter(
+        name="neural_sp's AttentionMechanism",
+        implementation=NeuralSP,
+        classes=["neural_sp.models.modules.attention.AttentionMechanism"],
+        parameters=[],
+        optional=["w_key.weight", "w_key.bias", "w_query.weight", "w_conv.weight", "conv.weight",
+                  "w.weight", "v.weight"],
+        example=example,
+        skip_reason=why_not,
+        note="a source without frames has weights 0 instead of equal ones",
+    ),
+]  # fmt: skip
