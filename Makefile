@@ -12,7 +12,7 @@ TIDY := -std=c++20 -Wall -Wno-unused-function -Wno-unneeded-internal-declaration
   -Wno-deprecated-declarations -DVARIANT=portable -DTORCH_TARGET_VERSION=0x020a000000000000 \
   -isystem tests/cuda_host
 
-.PHONY: demo test compile integrations hosts lint lint-python lint-cxx bench gpu sanitize sanitize-fuzz mutants check-machine
+.PHONY: demo test compile integrations hosts judges lint lint-python lint-cxx bench gpu sanitize sanitize-fuzz mutants check-machine
 .DELETE_ON_ERROR:
 
 demo: .venv/installed
@@ -37,6 +37,11 @@ integrations: .venv/integrations
 # Whether the newest releases of these projects still have the classes that attnfast serves.
 hosts: .venv/installed
 	$(BIN)/python tests/integrations/releases.py
+
+# Other projects' own tests, plain and with attnfast underneath: make judges JUDGES=<their checkouts>
+# JUDGES_PYTHON=<a Python that has what they import, and attnfast>.
+judges:
+	JUDGES_PYTHON=$(or $(JUDGES_PYTHON),$(BIN)/python) $(BIN)/python tests/integrations/judges.py $(JUDGES)
 
 lint: lint-python lint-cxx
 
