@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from attnfast.integrations.adapter import Adapter, UnsupportedCall
 from attnfast.integrations.helpers import attend, attend_to_map, keep_in_graph, project
+from attnfast.ops.arguments import length_mask
 
 
 def visible_columns(features, valid_ratios):
@@ -18,8 +19,7 @@ def visible_columns(features, valid_ratios):
         raise UnsupportedCall("there is not one valid ratio for each image")
     widths = [min(W, math.ceil(W * ratio)) for ratio in valid_ratios]
     ends = torch.tensor(widths, device=features.device)
-    columns = torch.arange(W, device=features.device) < ends.unsqueeze(1)
-    return columns.unsqueeze(1).expand(B, H, W).flatten(1)
+    return length_mask(ends, W).unsqueeze(1).expand(B, H, W).flatten(1)
 
 
 def predict(self, states, query, feat, holistic_feat, valid_ratios):

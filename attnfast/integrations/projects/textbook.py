@@ -17,14 +17,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from attnfast.integrations.adapter import Adapter, UnsupportedCall, arguments
-from attnfast.integrations.cache import cached_per_source
 from attnfast.integrations.helpers import (
     attend,
     batch_first,
-    halves,
     is_plain,
     keep_in_graph,
     multiplied,
@@ -76,13 +73,7 @@ def terms(attention, form, state, source):
         return query, project(attention, "key", of_source, source) if of_source else source
     if not is_plain(of_state):
         raise UnsupportedCall("its attention layer has hooks or is no plain nn.Linear")
-    if not form.source_first:
-        return project_both(attention, of_state, state, source)
-    first, last = halves(attention, of_state, source.shape[-1], source)
-    key = cached_per_source(
-        attention, "key", lambda: F.linear(source, first), source, of_state.weight
-    )
-    return F.linear(state, last, of_state.bias), key
+    return project_both(attention, of_state, state, source, states_first=form.source_first)
 
 
 def last_state(form, state):
