@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import torch
-from torch.nn import functional as F
 
 from attnfast.integrations.adapter import Adapter, UnsupportedCall
 from attnfast.integrations.cache import cached_per_source
-from attnfast.integrations.helpers import attend, halves, is_plain, project
+from attnfast.integrations.helpers import attend, is_plain, project, project_both
 
 SCORES = ("add", "location", "dot", "luong_dot", "luong_general", "luong_concat")
 
@@ -46,9 +45,7 @@ def terms(self, query):
     if self.atype == "luong_concat":
         if not is_plain(self.w):
             raise UnsupportedCall("its attention layer has hooks or is no plain nn.Linear")
-        of_key, of_query = halves(self, self.w, keys.shape[2], keys)
-        key = cached_per_source(self, "key", lambda: F.linear(keys, of_key), keys, self.w.weight)
-        return F.linear(query, of_query), key
+        return project_both(self, self.w, query, keys, states_first=True)
     query = self.w_query(query) if hasattr(self, "w_query") else query
     return query.squeeze(1) if self.atype == "location" else query, keys
 

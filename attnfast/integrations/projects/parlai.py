@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import torch
-from torch.nn import functional as F
 
 from attnfast.integrations.adapter import Adapter, UnsupportedCall
-from attnfast.integrations.cache import cached_per_source
-from attnfast.integrations.helpers import attend, halves, is_plain
+from attnfast.integrations.helpers import attend, is_plain, project_both
 
 SCORES = ("dot", "general", "concat")
 
@@ -24,11 +22,8 @@ class ParlAI:
         if self.attention == "concat":
             if not is_plain(self.attn):
                 raise UnsupportedCall("its attention layer has hooks or is no plain nn.Linear")
-            of_source, of_query = halves(self, self.attn, source.shape[2], source)
-            key = cached_per_source(
-                self, "key", lambda: F.linear(source, of_source), source, self.attn.weight
-            )
-            query, weight = F.linear(query, of_query), self.attn_v.weight
+            query, key = project_both(self, self.attn, query, source, states_first=True)
+            weight = self.attn_v.weight
         elif self.attention == "general":
             query = self.attn(query)
         elif query.shape[1] != source.shape[2]:

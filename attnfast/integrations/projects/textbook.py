@@ -1,9 +1,9 @@
 """Attention in the spellings of textbooks: v · tanh(W s + U h), v · tanh(W [s; h]) and s · W h.
 
-People write it anew from the formula. The names of its parameters are few, but which layer projects
-the state, the order and shapes of arguments, the mask and the results differ. The form of a class
-is found by calls of its own code with random numbers; the comparison then checks it, as for any
-other adapter.
+Many projects write it from the formula. Few names of parameters are in use, but the layer that
+projects the state, the order and shapes of arguments, the mask and the results differ. Calls of a
+class's own code with random numbers show its form; the comparison then checks it, as for any other
+adapter.
 """
 
 from __future__ import annotations
