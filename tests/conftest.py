@@ -24,9 +24,8 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("filterwarnings", "ignore:attnfast runs on its reference")
 
 
-#: Files of whose tables Triton's interpreter is asked a quarter; `make test` asks the oldest Triton
-#: all, but for those of spans.
-TABLES = ("test_attention", "test_coverage", "test_statistics", "test_span")
+#: Files of whose tables Triton's interpreter runs a quarter; the oldest Triton runs all.
+TABLES = ("test_attention", "test_coverage", "test_statistics")
 #: The files that take longest, for two workers to begin with: neither waits for them at the end.
 LONGEST = (
     "test_triton_compile", "test_cuda_build", "test_attention", "test_compile", "test_package",

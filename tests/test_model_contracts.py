@@ -1,4 +1,4 @@
-"""What every model and module keeps: a batch, steps, padding, copies, half types, searches."""
+"""Contracts of all models and modules: batches, steps, padding, copies, half types, searches."""
 
 import copy
 import io
