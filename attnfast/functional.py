@@ -518,9 +518,9 @@ def coverage_attention(
         penalty: λ, multiplies the coverage that is subtracted from the score: a number, or a
             tensor, a scalar or ``[H]``, differentiable.
         coverage_weight: w of the coverage feature :math:`f_{tj} = w C_{tj}`, ``[A]`` or ``[H, A]``.
-        filters: of location features, :math:`f_{tj} = U (F * [\alpha_{t-1}, C_t])_j`: ``[K, 1, W]``
-            on the last row's weights or ``[K, 2, W]`` on these and the coverage, W odd, zeros past
-            the ends; with heads also ``[H, K, 2, W]``.
+        filters: of location features, :math:`f_{tj} = U (F * [\alpha_{t-1}, C_t])_j`, with an odd
+            number of taps and zeros past the ends: ``[K, 1, taps]`` on the last row's weights or
+            ``[K, 2, taps]`` on these and the coverage; with heads also ``[H, K, 2, taps]``.
         channels: the input of filters with one channel, ``"previous"`` or ``"coverage"``.
         projection: U of the location features, ``[A, K]`` or ``[H, A, K]``.
         fertility: φ > 0, the expected sum of a key's attention weights, ``[B, Tk]`` (or with

@@ -15,7 +15,7 @@ constexpr int kMostGates = 4;
 constexpr int gates_of(Cell cell) { return cell == Cell::gru ? 3 : cell == Cell::lstm ? 4 : 1; }
 // Return the number of values per unit that the backward reads, and the number of sums per unit
 // that have a gradient.
-constexpr int kept_of(Cell cell) { return cell == Cell::tanh ? 0 : 4; }
+constexpr int saved_of(Cell cell) { return cell == Cell::tanh ? 0 : 4; }
 constexpr int sums_of(Cell cell) { return cell == Cell::tanh ? 1 : 4; }
 // Return the sum to which a gate's product with the state is added. A GRU's third gate has a
 // separate sum.
@@ -27,7 +27,7 @@ ATTNFAST_DEVICE constexpr int sum_index(Cell cell, int gate) {
 template <Cell K>
 struct KnownCell {
   static constexpr Cell cell = K;
-  static constexpr int gates = gates_of(K), kept = kept_of(K), sums = sums_of(K);
+  static constexpr int gates = gates_of(K), saved = saved_of(K), sums = sums_of(K);
 };
 template <class F>
 inline void by_cell(Cell cell, const F& f) {

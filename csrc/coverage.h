@@ -8,13 +8,13 @@ namespace attnfast {
 // The state that one row passes to the next. Tensors have the accumulation dtype and contiguous
 // rows; an absent tensor has null data.
 struct History {
-  int64_t filters_count = 0, channels = 2, width = 0;  // K filters of `width` taps; K is 0 without filters
-  // [K, channels, width] and [A, K], separate for each head if the head stride is not 0
+  int64_t filters_count = 0, channels = 2, taps = 0;  // K filters; K is 0 without filters
+  // [K, channels, taps] and [A, K], separate for each head if the head stride is not 0
   View filters, projection;
   View penalty;                                   // [H] by its head stride
   View inverse_fertility, coverage_in, previous;  // [B, H, Tk]
   View transition_prob;                           // [B, H, Tq]; with it `previous` holds log-weights
-  // CPU: the result of `prepare` for filters, projection and weight of one head, or null
+  // CPU: the result of `pack_parameters` for filters, projection and weight of one head, or null
   void* features = nullptr;
 };
 
@@ -39,7 +39,7 @@ struct CoverageBackward : Backward, History {
   bool sums;
   // CPU: a buffer [B, H] for the sums of grad_score_vector, grad_filters and grad_projection until
   // `finish`, zeroed before the first step; or absent
-  View kept;
+  View parameter_sums;
   View grad_filters, grad_projection;  // out: one part for each [B, H]
   View grad_penalty;                   // out: one part for each [B, H]
   View grad_inverse_fertility, grad_transition_prob, grad_coverage_in, grad_previous;  // out

@@ -128,14 +128,14 @@ class ArgumentChecker {
   };
 
  public:
-  ScalarType own, sums;  // the first argument's dtype, and the accumulation dtype
-  int64_t lead;          // sizes in front of the last two
-  int64_t B, H;
+  ScalarType dtype, sum_dtype;  // the first argument's dtype, and the accumulation dtype
+  int64_t lead;                 // sizes in front of the last two
+  int64_t B, heads;
 
   ArgumentChecker(const char* operator_name, const Tensor& first)
-      : operator_name(operator_name), first(first), own(first.scalar_type()), sums(accumulation(first)),
-        lead(first.dim() - 2), B(first.dim() ? first.size(0) : 0), H(first.dim() == 4 ? first.size(1) : 1) {
-  }
+      : operator_name(operator_name), first(first), dtype(first.scalar_type()),
+        sum_dtype(accumulation(first)), lead(first.dim() - 2), B(first.dim() ? first.size(0) : 0),
+        heads(first.dim() == 4 ? first.size(1) : 1) {}
 
   torch::stable::Device device() const { return first.device(); }
 
@@ -171,7 +171,7 @@ class ArgumentChecker {
   bool parameters(const Optional& x, Types types, Sizes wanted) const {
     if (!x) return true;
     const bool of_heads = lead == 2 && x->dim() == static_cast<int64_t>(wanted.size()) + 1;
-    return placed(*x, types) && ends(*x, of_heads, wanted, false) && (!of_heads || x->size(0) == H);
+    return placed(*x, types) && ends(*x, of_heads, wanted, false) && (!of_heads || x->size(0) == heads);
   }
 
  protected:
@@ -183,7 +183,7 @@ class ArgumentChecker {
   bool begins(const Tensor& x, bool broadcasts) const {
     if (x.dim() < lead) return false;
     for (int64_t i = 0; i < lead; ++i)
-      if (x.size(i) != (i ? H : B) && !(broadcasts && x.size(i) == 1)) return false;
+      if (x.size(i) != (i ? heads : B) && !(broadcasts && x.size(i) == 1)) return false;
     return true;
   }
 
@@ -224,13 +224,13 @@ Score score_of(const std::string& name) {
 bool bias_may_be_of_sums();
 
 // The common arguments of attention and coverage_attention, as lists for ATTNFAST_ARGUMENTS.
-#define ATTNFAST_KEYS(X)                \
-  X(Tensor, query, rows, own, {Tq, A})  \
-  X(Tensor, key, rows, own, {Tk, A})    \
-  X(Tensor, value, rows, own, {Tk, Dv}) \
-  X(Optional, score_vector, parameters, own, {A})
-#define ATTNFAST_TERMS(X)                             \
-  X(Optional, bias, terms, Types(own, sums), {Tq, W}) \
+#define ATTNFAST_KEYS(X)                  \
+  X(Tensor, query, rows, dtype, {Tq, A})  \
+  X(Tensor, key, rows, dtype, {Tk, A})    \
+  X(Tensor, value, rows, dtype, {Tk, Dv}) \
+  X(Optional, score_vector, parameters, dtype, {A})
+#define ATTNFAST_TERMS(X)                                    \
+  X(Optional, bias, terms, Types(dtype, sum_dtype), {Tq, W}) \
   X(Optional, mask, terms, ScalarType::Bool, {Tq, W})
 #define ATTNFAST_LENGTHS(X) X(Optional, lengths, sizes, Types(ScalarType::Long, ScalarType::Int), {B})
 #define ATTNFAST_SCORE(X) \
@@ -264,12 +264,31 @@ struct AttentionChecker : ArgumentChecker {
     return !x || (placed(*x, ScalarType::Long) && begins(*x, true) && ends(*x, lead, {Tq, 2}, false));
   }
 
-  // Check the result of `prepare` in cpu/attention.cpp.
+  // Check the result of `key_exponentials` in cpu/attention.cpp.
   bool exponentials(const Optional& x, const std::string& score) const {
     const int64_t width = (A + kPadding - 1) / kPadding * kPadding;
-    return !x || (score_of(score) == Score::tanh && own != ScalarType::Double &&
-                  sizes(x, ScalarType::Float, {B, H, Tk, width}));
+    return !x || (score_of(score) == Score::tanh && dtype != ScalarType::Double &&
+                  sizes(x, ScalarType::Float, {B, heads, Tk, width}));
   }
+};
+
+// Checks keys without values, and perhaps without queries: the keys stand for both.
+struct KeysChecker : AttentionChecker {
+  template <class Arguments>
+  explicit KeysChecker(const Arguments& given) : AttentionChecker(Rows<Arguments>(given)) {}
+
+ private:
+  template <class Arguments>
+  struct Rows {
+    static constexpr const char* kOperator = Arguments::kOperator;
+    const Tensor &query, &key, &value;
+
+    explicit Rows(const Arguments& given) : query(query_of(given)), key(given.key), value(given.key) {}
+    static const Tensor& query_of(const Arguments& given) {
+      if constexpr (requires { given.query; }) return given.query;
+      else return given.key;
+    }
+  };
 };
 
 // Return lengths [B]; their values are checked if that needs no synchronization.
@@ -300,7 +319,7 @@ void fill_problem(const Arguments& given, const AttentionChecker& fit, Problem& 
   a.score = score_of(given.score);
   a.scale = given.scale;
   a.B = fit.B;
-  a.H = fit.H;
+  a.H = fit.heads;
   a.Tq = fit.Tq;
   a.Tk = fit.Tk;
   a.A = fit.A;
@@ -319,13 +338,13 @@ void fill_problem(const Arguments& given, const AttentionChecker& fit, Problem& 
       keep.push_back(side_by_side ? *bounds : torch::stable::contiguous(*bounds));
       a.key_bounds = broadcast_view(keep.back());
     }
-    if (given.prepared) a.exponentials = view_of_rows(*given.prepared, keep);
+    if (given.key_exponentials) a.exponentials = view_of_rows(*given.key_exponentials, keep);
   }
   if constexpr (requires { given.bias; }) {
     if (const Optional& bias = given.bias) {
-      a.bias_in_sums = bias->scalar_type() == fit.sums && bias_may_be_of_sums();
-      const bool as_it_is = a.bias_in_sums || bias->scalar_type() == fit.own;
-      keep.push_back(as_it_is ? *bias : torch::stable::to(*bias, fit.own));
+      a.bias_in_sums = bias->scalar_type() == fit.sum_dtype && bias_may_be_of_sums();
+      const bool as_it_is = a.bias_in_sums || bias->scalar_type() == fit.dtype;
+      keep.push_back(as_it_is ? *bias : torch::stable::to(*bias, fit.dtype));
       a.bias = broadcast_view(keep.back());
     }
     if (given.mask) a.mask = broadcast_view(*given.mask);

@@ -1,4 +1,5 @@
-// The two operators of attention, and its scores alone. A launcher includes this file once and defines the functions below.
+// The two operators of attention, and its scores alone. A launcher includes this file once and
+// defines the functions below.
 #pragma once
 #include "launch.h"
 
@@ -16,7 +17,7 @@ void run_scores(const Forward&, const Tensor& query);
 #define ATTNFAST_SPAN(X)                                     \
   X(Optional, key_bounds, spans)                             \
   X(int64_t, columns, between, 0, given.key_bounds ? Tk : 0) \
-  X(Optional, prepared, exponentials, given.score)
+  X(Optional, key_exponentials, exponentials, given.score)
 
 #define ATTNFAST_ATTENTION(X)   \
   ATTNFAST_KEYS(X)              \
@@ -27,18 +28,18 @@ void run_scores(const Forward&, const Tensor& query);
   X(bool, need_statistics, any) \
   X(bool, need_weights, any)
 
-#define ATTNFAST_ATTENTION_BACKWARD(X)            \
-  X(Tensor, grad_context, rows, own, {Tq, Dv})    \
-  X(Optional, grad_weights, rows, sums, {Tq, W})  \
-  X(Optional, grad_log_sum_exp, rows, sums, {Tq}) \
-  ATTNFAST_KEYS(X)                                \
-  ATTNFAST_LENGTHS(X)                             \
-  ATTNFAST_SPAN(X)                                \
-  X(Tensor, weights, rows, sums, {Tq, W})         \
-  X(Optional, grad_score, rows, sums, {Tq, W})    \
-  ATTNFAST_SCORE(X)                               \
-  X(bool, need_grad_query, any)                   \
-  X(bool, need_grad_key, any)                     \
+#define ATTNFAST_ATTENTION_BACKWARD(X)                 \
+  X(Tensor, grad_context, rows, dtype, {Tq, Dv})       \
+  X(Optional, grad_weights, rows, sum_dtype, {Tq, W})  \
+  X(Optional, grad_log_sum_exp, rows, sum_dtype, {Tq}) \
+  ATTNFAST_KEYS(X)                                     \
+  ATTNFAST_LENGTHS(X)                                  \
+  ATTNFAST_SPAN(X)                                     \
+  X(Tensor, weights, rows, sum_dtype, {Tq, W})         \
+  X(Optional, grad_score, rows, sum_dtype, {Tq, W})    \
+  ATTNFAST_SCORE(X)                                    \
+  X(bool, need_grad_query, any)                        \
+  X(bool, need_grad_key, any)                          \
   X(bool, need_grad_score, any)
 
 ATTNFAST_ARGUMENTS(AttentionArguments, "attention", ATTNFAST_ATTENTION, AttentionChecker)
@@ -54,12 +55,12 @@ AttentionOutputs attention(const AttentionArguments& given) {
   fill_problem(given, fit, a, keep);
   const Tensor& query = given.query;
   std::vector<int64_t> rows = shape(query, a.W);
-  const Tensor weights = empty_if(given.need_weights, query, rows, fit.sums);
+  const Tensor weights = empty_if(given.need_weights, query, rows, fit.sum_dtype);
   rows.pop_back();
-  const Tensor log_sum_exp = empty(query.device(), rows, fit.sums);
+  const Tensor log_sum_exp = empty(query.device(), rows, fit.sum_dtype);
   rows.push_back(kStatistics);
-  const Tensor statistics = empty_if(given.need_statistics, query, rows, fit.sums);
-  const Tensor context = empty_rows(query, a.Dv, fit.own);
+  const Tensor statistics = empty_if(given.need_statistics, query, rows, fit.sum_dtype);
+  const Tensor context = empty_rows(query, a.Dv, fit.dtype);
   a.context = view(context);
   if (given.need_weights) a.weights = view(weights);
   a.log_sum_exp = view(log_sum_exp, false);
@@ -80,12 +81,13 @@ AttentionGradients attention_backward(const AttentionBackwardArguments& given) {
   const bool need_grad_score_vector = given.need_grad_key && given.score_vector;
   const std::vector<int64_t> parts = {a.B, a.H, need_grad_score_vector ? grad_score_vector_parts(a) : 0,
                                       a.A};
-  const Tensor grad_score_vector = empty_if(need_grad_score_vector, query, parts, fit.sums);
+  const Tensor grad_score_vector = empty_if(need_grad_score_vector, query, parts, fit.sum_dtype);
   if (need_grad_score_vector) a.grad_score_vector = view(grad_score_vector);
   a.grad_score_given = given.grad_score.has_value();
   a.grad_score_returned = given.need_grad_score && !a.grad_score_given;
-  const Tensor grad_score = a.grad_score_given ? packed(*given.grad_score)
-                                               : empty(query.device(), shape(given.weights, a.W), fit.sums);
+  const Tensor grad_score = a.grad_score_given
+                                ? packed(*given.grad_score)
+                                : empty(query.device(), shape(given.weights, a.W), fit.sum_dtype);
   const Tensor weights = packed(given.weights);
   a.weights = view(weights);
   a.grad_score = view(grad_score);
@@ -99,32 +101,21 @@ AttentionGradients attention_backward(const AttentionBackwardArguments& given) {
       .grad_key = grad_key,
       .grad_value = grad_value,
       .grad_score_vector = need_grad_score_vector ? sum_of_parts(grad_score_vector, {0, 2},
-                                                                 given.score_vector->dim() == 2, fit.own)
+                                                                 given.score_vector->dim() == 2, fit.dtype)
                                                   : grad_score_vector,
-      .grad_score = a.grad_score_returned ? grad_score : empty_if(false, query, {}, fit.sums),
+      .grad_score = a.grad_score_returned ? grad_score : empty_if(false, query, {}, fit.sum_dtype),
   };
 }
 
 // ---- scores -------------------------------------------------------------------------------------
 
-#define ATTNFAST_SCORES(X)                      \
-  X(Tensor, query, rows, own, {Tq, A})          \
-  X(Tensor, key, rows, own, {Tk, A})            \
-  X(Tensor, score_vector, parameters, own, {A}) \
+#define ATTNFAST_SCORES(X)                        \
+  X(Tensor, query, rows, dtype, {Tq, A})          \
+  X(Tensor, key, rows, dtype, {Tk, A})            \
+  X(Tensor, score_vector, parameters, dtype, {A}) \
   X(std::string, score, goes_with, given.score_vector)
 
-// The keys are their own values, which are not read.
-struct ScoreChecker : AttentionChecker {
-  struct Keys {
-    static constexpr const char* kOperator = "scores";
-    const Tensor &query, &key, &value;
-  };
-  template <class Arguments>
-  explicit ScoreChecker(const Arguments& given)
-      : AttentionChecker(Keys{given.query, given.key, given.key}) {}
-};
-
-ATTNFAST_ARGUMENTS(ScoreArguments, "scores", ATTNFAST_SCORES, ScoreChecker)
+ATTNFAST_ARGUMENTS(ScoreArguments, "scores", ATTNFAST_SCORES, KeysChecker)
 ATTNFAST_RESULTS(ScoreOutputs, scores)
 
 ScoreOutputs scores(const ScoreArguments& given) {
@@ -135,14 +126,14 @@ ScoreOutputs scores(const ScoreArguments& given) {
   a.score = score_of(given.score);
   a.scale = 1;
   a.B = fit.B;
-  a.H = fit.H;
+  a.H = fit.heads;
   a.Tq = fit.Tq;
   a.Tk = a.W = fit.Tk;
   a.A = fit.A;
   a.query = view_of_rows(given.query, keep);
   a.key = view_of_rows(given.key, keep);
   a.score_vector = view_of_parameters(given.score_vector, given.score_vector.dim() == 2, keep);
-  const Tensor scores = empty(given.query.device(), shape(given.query, a.W), fit.sums);
+  const Tensor scores = empty(given.query.device(), shape(given.query, a.W), fit.sum_dtype);
   a.weights = view(scores);
   run_scores(a, given.query);
   return {.scores = scores};

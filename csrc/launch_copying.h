@@ -12,10 +12,10 @@ void run_forward(const CopyForward&, const Tensor& logits);
 void run_backward(const CopyBackward&, const Tensor& logits);
 
 #define ATTNFAST_COPY_ROWS(X)                                             \
-  X(Tensor, logits, rows, own, {Tq, V})                                   \
-  X(Tensor, weights, rows, own, {Tq, Tk})                                 \
+  X(Tensor, logits, rows, dtype, {Tq, V})                                 \
+  X(Tensor, weights, rows, dtype, {Tq, Tk})                               \
   X(Tensor, source, rows, Types(ScalarType::Long, ScalarType::Int), {Tk}) \
-  X(Tensor, gate, rows, own, {Tq})
+  X(Tensor, gate, rows, dtype, {Tq})
 
 #define ATTNFAST_COPY(X)                                               \
   ATTNFAST_COPY_ROWS(X)                                                \
@@ -23,7 +23,7 @@ void run_backward(const CopyBackward&, const Tensor& logits);
   X(bool, log, any)
 
 #define ATTNFAST_COPY_BACKWARD(X)                                      \
-  X(Tensor, grad_distribution, rows, own, {Tq, V + given.num_oov})     \
+  X(Tensor, grad_distribution, rows, dtype, {Tq, V + given.num_oov})   \
   ATTNFAST_COPY_ROWS(X)                                                \
   X(Tensor, log_sum_exp, rows, ScalarType::Double, {Tq})               \
   X(int64_t, num_oov, between, 0, std::numeric_limits<int64_t>::max()) \
@@ -73,7 +73,7 @@ CopyOutputs copy_distribution(const CopyArguments& given) {
   CopyForward a{};
   put_copying(given, fit, a, keep);
   const torch::stable::Device device = given.logits.device();
-  const Tensor distribution = empty(device, {a.B, a.Tq, a.V + a.X}, fit.own);
+  const Tensor distribution = empty(device, {a.B, a.Tq, a.V + a.X}, fit.dtype);
   const Tensor log_sum_exp = empty(device, {a.B, a.Tq}, ScalarType::Double);
   a.distribution = view(distribution);
   a.log_sum_exp = view(log_sum_exp, false);
@@ -87,9 +87,9 @@ CopyGradients copy_distribution_backward(const CopyBackwardArguments& given) {
   CopyBackward a{};
   put_copying(given, fit, a, keep);
   const torch::stable::Device device = given.logits.device();
-  const Tensor grad_logits = empty(device, {a.B, a.Tq, a.V}, fit.own);
-  const Tensor grad_weights = empty(device, {a.B, a.Tq, a.Tk}, fit.own);
-  const Tensor grad_gate = empty(device, {a.B, a.Tq}, fit.own);
+  const Tensor grad_logits = empty(device, {a.B, a.Tq, a.V}, fit.dtype);
+  const Tensor grad_weights = empty(device, {a.B, a.Tq, a.Tk}, fit.dtype);
+  const Tensor grad_gate = empty(device, {a.B, a.Tq}, fit.dtype);
   const Tensor log_sum_exp = packed(given.log_sum_exp);
   a.log_sum_exp = view(log_sum_exp, false);
   a.grad_distribution = view_of_rows(given.grad_distribution, keep);

@@ -11,14 +11,14 @@ void run_forward(const CoverageForward&, const Tensor& query);
 void run_backward(const CoverageBackward&, const Tensor& query);
 int64_t grad_score_vector_parts(const Problem&);  // see launch_attention.h; without filters
 
-#define ATTNFAST_HISTORY(X)                                   \
-  X(Optional, filters, parameters, sums, {K, channels, taps}) \
-  X(Optional, projection, parameters, sums, {A, K})           \
-  X(Optional, penalty, one_or_each_head)                      \
-  X(Optional, inverse_fertility, rows, sums, {Tk})            \
-  X(Optional, transition_prob, rows, sums, {Tq})              \
-  X(Optional, coverage, rows, sums, {Tk})                     \
-  X(Optional, previous, rows, sums, {Tk})
+#define ATTNFAST_HISTORY(X)                                        \
+  X(Optional, filters, parameters, sum_dtype, {K, channels, taps}) \
+  X(Optional, projection, parameters, sum_dtype, {A, K})           \
+  X(Optional, penalty, one_or_each_head)                           \
+  X(Optional, inverse_fertility, rows, sum_dtype, {Tk})            \
+  X(Optional, transition_prob, rows, sum_dtype, {Tq})              \
+  X(Optional, coverage, rows, sum_dtype, {Tk})                     \
+  X(Optional, previous, rows, sum_dtype, {Tk})
 
 #define ATTNFAST_COVERAGE(X) \
   ATTNFAST_KEYS(X)           \
@@ -28,15 +28,15 @@ int64_t grad_score_vector_parts(const Problem&);  // see launch_attention.h; wit
   ATTNFAST_SCORE(X)
 
 #define ATTNFAST_COVERAGE_SAVED(X)                                              \
-  X(Tensor, grad_context, rows, own, {Tq, Dv})                                  \
-  X(Optional, grad_weights, rows, sums, {Tq, Tk})                               \
-  X(Optional, grad_coverage, rows, sums, {Tk})                                  \
-  X(Optional, grad_loss, rows, sums, {})                                        \
+  X(Tensor, grad_context, rows, dtype, {Tq, Dv})                                \
+  X(Optional, grad_weights, rows, sum_dtype, {Tq, Tk})                          \
+  X(Optional, grad_coverage, rows, sum_dtype, {Tk})                             \
+  X(Optional, grad_loss, rows, sum_dtype, {})                                   \
   X(Optional, grad_log_weights, optional_with, given.transition_prob, {Tq, Tk}) \
   ATTNFAST_KEYS(X)                                                              \
   ATTNFAST_LENGTHS(X)                                                           \
   ATTNFAST_HISTORY(X)                                                           \
-  X(Tensor, weights, rows, sums, {Tq, Tk})                                      \
+  X(Tensor, weights, rows, sum_dtype, {Tq, Tk})                                 \
   X(Tensor, log_weights, present_with, given.transition_prob, {Tq, Tk})
 
 #define ATTNFAST_COVERAGE_BACKWARD(X) \
@@ -65,11 +65,13 @@ struct CoverageChecker : AttentionChecker, FilterSizes {
     if constexpr (requires { given.sum_key; }) check(K > 0, "filters");
   }
 
-  bool one_or_each_head(const Optional& x) const { return sizes(x, sums, {1}) || sizes(x, sums, {H}); }
+  bool one_or_each_head(const Optional& x) const {
+    return sizes(x, sum_dtype, {1}) || sizes(x, sum_dtype, {heads});
+  }
 
   // Rows if another argument is given, else size [0].
   bool present_with(const Tensor& x, const Optional& other, Sizes wanted) const {
-    return other ? rows(x, sums, wanted) : sizes(x, sums, {0});
+    return other ? rows(x, sum_dtype, wanted) : sizes(x, sum_dtype, {0});
   }
 
   bool optional_with(const Optional& x, const Optional& other, Sizes wanted) const {
@@ -78,7 +80,7 @@ struct CoverageChecker : AttentionChecker, FilterSizes {
 
   // Contiguous rows into which gradients are accumulated.
   bool packed_rows(const Tensor& x, Sizes wanted) const {
-    return rows(x, sums, wanted) && x.is_contiguous();
+    return rows(x, sum_dtype, wanted) && x.is_contiguous();
   }
 };
 
@@ -101,11 +103,11 @@ CoverageOutputs coverage_attention(const CoverageArguments& given) {
   const Tensor &query = given.query, &key = given.key;
   const std::vector<int64_t> rows = shape(query, a.Tk);
   const std::vector<int64_t> keys(key.sizes().begin(), key.sizes().end() - 1);
-  const Tensor context = empty_rows(query, a.Dv, fit.own);
-  const Tensor weights = empty(query.device(), rows, fit.sums);
-  const Tensor coverage = empty(query.device(), keys, fit.sums);
-  const Tensor loss = empty(query.device(), {keys.begin(), keys.end() - 1}, fit.sums);
-  const Tensor log_weights = empty_if(given.transition_prob.has_value(), query, rows, fit.sums);
+  const Tensor context = empty_rows(query, a.Dv, fit.dtype);
+  const Tensor weights = empty(query.device(), rows, fit.sum_dtype);
+  const Tensor coverage = empty(query.device(), keys, fit.sum_dtype);
+  const Tensor loss = empty(query.device(), {keys.begin(), keys.end() - 1}, fit.sum_dtype);
+  const Tensor log_weights = empty_if(given.transition_prob.has_value(), query, rows, fit.sum_dtype);
   a.context = view(context);
   a.weights = view(weights);
   a.coverage_out = view(coverage, false);
@@ -134,9 +136,9 @@ void put_sums(const CoverageBackwardIntoArguments& given, const CoverageChecker&
 
 // Allocate the gradient of an argument of the accumulation dtype, in its shape.
 Tensor gradient_of_numbers(const Optional& x, const Tensor& like, const CoverageChecker& fit, View& out) {
-  if (!x) return empty_if(false, like, {}, fit.sums);
+  if (!x) return empty_if(false, like, {}, fit.sum_dtype);
   const Tensor gradient =
-      empty(x->device(), std::vector<int64_t>(x->sizes().begin(), x->sizes().end()), fit.sums);
+      empty(x->device(), std::vector<int64_t>(x->sizes().begin(), x->sizes().end()), fit.sum_dtype);
   out = view(gradient, false);
   return gradient;
 }
@@ -184,7 +186,7 @@ CoverageGradients coverage_gradients(const Arguments& given) {
   if constexpr (into) put_sums(given, fit, a);
 
   const Tensor weights = packed(given.weights), log_weights = packed(given.log_weights);
-  const Tensor grad_score = empty(query.device(), shape(query, a.Tk), fit.sums);
+  const Tensor grad_score = empty(query.device(), shape(query, a.Tk), fit.sum_dtype);
   a.weights = view(weights);
   if (given.transition_prob) a.log_weights = view(log_weights);
   a.grad_score = view(grad_score);
@@ -198,16 +200,16 @@ CoverageGradients coverage_gradients(const Arguments& given) {
       .grad_key = grad_key,
       .grad_value = grad_value,
       .grad_score_vector = need_grad_score_vector ? sum_of_parts(parts.score_vector, {0, 2},
-                                                                 given.score_vector->dim() == 2, fit.own)
-                                                  : empty_if(false, query, {}, fit.own),
-      .grad_score = given.need_grad_score ? grad_score : empty_if(false, query, {}, fit.sums),
+                                                                 given.score_vector->dim() == 2, fit.dtype)
+                                                  : empty_if(false, query, {}, fit.dtype),
+      .grad_score = given.need_grad_score ? grad_score : empty_if(false, query, {}, fit.sum_dtype),
       .grad_filters = need_grad_filters
-                          ? sum_of_parts(parts.filters, {0}, given.filters->dim() == 4, fit.sums)
+                          ? sum_of_parts(parts.filters, {0}, given.filters->dim() == 4, fit.sum_dtype)
                           : parts.filters,
-      .grad_projection = need_grad_filters
-                             ? sum_of_parts(parts.projection, {0}, given.projection->dim() == 3, fit.sums)
-                             : parts.projection,
-      .grad_penalty = penalty ? parts.of_penalty(penalty->size(0), fit.sums) : parts.penalty,
+      .grad_projection = need_grad_filters ? sum_of_parts(parts.projection, {0},
+                                                          given.projection->dim() == 3, fit.sum_dtype)
+                                           : parts.projection,
+      .grad_penalty = penalty ? parts.of_penalty(penalty->size(0), fit.sum_dtype) : parts.penalty,
       .grad_inverse_fertility = grad_inverse_fertility,
       .grad_transition_prob = grad_transition_prob,
       .grad_coverage = grad_coverage,

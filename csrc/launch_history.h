@@ -47,7 +47,7 @@ template <class Arguments, class Sizes>
 void fill_history(const Arguments& given, const Sizes& fit, History& h, KeepAlive& keep) {
   h.filters_count = fit.K;
   h.channels = fit.channels;
-  h.width = fit.taps;
+  h.taps = fit.taps;
   if (fit.K) {
     const bool of_heads = given.filters->dim() == 4;
     h.filters = view_of_parameters(*given.filters, of_heads, keep);
@@ -68,8 +68,8 @@ struct GradientParts {
   template <class Sizes>
   static Tensor part(bool wanted, const Tensor& like, const Sizes& fit, std::vector<int64_t> sizes,
                      View& out) {
-    sizes.insert(sizes.begin(), {fit.B, fit.H});
-    const Tensor x = empty_if(wanted, like, sizes, fit.sums);
+    sizes.insert(sizes.begin(), {fit.B, fit.heads});
+    const Tensor x = empty_if(wanted, like, sizes, fit.sum_dtype);
     if (wanted) out = View{data_or_sentinel(x), x.stride(0), x.stride(1), sizes.back()};
     return x;
   }

@@ -14,73 +14,73 @@ bool weights_may_be_narrow();
 bool multiplies_narrow();
 
 #define ATTNFAST_LAYER_PARAMETERS(X)                                  \
-  X(Tensor, hidden, layered, own, {B, H})                             \
+  X(Tensor, hidden, layered, dtype, {B, H})                           \
   X(Tensor, weight_ih, sizes, of_weights, {G * H, E + F})             \
   X(Tensor, weight_hh, layered, of_weights, {G * H, H})               \
-  X(Optional, cell, layered, own, {B, H})                             \
-  X(Optional, feed, sizes, own, {B, F})                               \
-  X(Optional, bias_ih, layered, own, {G * H})                         \
-  X(Optional, bias_hh, layered, own, {G * H})                         \
-  X(Optional, key, sizes, own, {B, Tk, A})                            \
-  X(Optional, value, sizes, own, {B, Tk, Dv})                         \
-  X(Optional, score_vector, sizes, own, {A})                          \
+  X(Optional, cell, layered, dtype, {B, H})                           \
+  X(Optional, feed, sizes, dtype, {B, F})                             \
+  X(Optional, bias_ih, layered, dtype, {G * H})                       \
+  X(Optional, bias_hh, layered, dtype, {G * H})                       \
+  X(Optional, key, sizes, dtype, {B, Tk, A})                          \
+  X(Optional, value, sizes, dtype, {B, Tk, Dv})                       \
+  X(Optional, score_vector, sizes, dtype, {A})                        \
   X(Optional, weight_query, sizes, of_weights, {A, H})                \
-  X(Optional, bias_query, sizes, own, {A})                            \
+  X(Optional, bias_query, sizes, dtype, {A})                          \
   X(Optional, weight_output, sizes, of_weights, {output_dim, Dv + H}) \
-  X(Optional, bias_output, sizes, own, {output_dim})
+  X(Optional, bias_output, sizes, dtype, {output_dim})
 #define ATTNFAST_LAYER_TERMS(X)                                           \
   ATTNFAST_LENGTHS(X)                                                     \
   X(Optional, key_bounds, spans)                                          \
   X(Optional, target_lengths, sizes, ScalarType::Long, {B})               \
-  X(Optional, dropout, layered, own, {B, H})                              \
+  X(Optional, dropout, layered, dtype, {B, H})                            \
   X(Optional, weight_ih_upper, sizes, of_weights, {layers - 1, G * H, H}) \
-  X(Optional, dropout_between, sizes, own, {layers - 1, B, T, H})         \
-  X(Optional, dropout_output, sizes, own, {B, T, output_dim})             \
-  X(Optional, filters, sizes, own, {K, channels, taps})                   \
-  X(Optional, projection, sizes, own, {A, K})                             \
-  X(Optional, penalty, sizes, own, {1})                                   \
-  X(Optional, inverse_fertility, sizes, own, {B, Tk})                     \
-  X(Optional, transition_prob, sizes, own, {B, T})                        \
-  X(Optional, coverage, sizes, own, {B, Tk})                              \
-  X(Optional, previous, sizes, own, {B, Tk})
+  X(Optional, dropout_between, sizes, dtype, {layers - 1, B, T, H})       \
+  X(Optional, dropout_output, sizes, dtype, {B, T, output_dim})           \
+  X(Optional, filters, sizes, dtype, {K, channels, taps})                 \
+  X(Optional, projection, sizes, dtype, {A, K})                           \
+  X(Optional, penalty, sizes, dtype, {1})                                 \
+  X(Optional, inverse_fertility, sizes, dtype, {B, Tk})                   \
+  X(Optional, transition_prob, sizes, dtype, {B, T})                      \
+  X(Optional, coverage, sizes, dtype, {B, Tk})                            \
+  X(Optional, previous, sizes, dtype, {B, Tk})
 #define ATTNFAST_LAYER_OPTIONS(X) \
   X(std::string, mode, any)       \
   X(bool, attends_first, any)     \
   X(double, scale, any)           \
   X(std::string, score, goes_with, given.key, given.score_vector)
 
-#define ATTNFAST_RECURRENT(X)                         \
-  X(Tensor, input, sizes, own, {B, T, E})             \
-  ATTNFAST_LAYER_PARAMETERS(X)                        \
-  X(Optional, mask, terms, ScalarType::Bool, {T, Tk}) \
-  ATTNFAST_LAYER_TERMS(X)                             \
-  X(Optional, prepared, exponentials, given.score)    \
-  X(Optional, packed, bytes)                          \
+#define ATTNFAST_RECURRENT(X)                              \
+  X(Tensor, input, sizes, dtype, {B, T, E})                \
+  ATTNFAST_LAYER_PARAMETERS(X)                             \
+  X(Optional, mask, terms, ScalarType::Bool, {T, Tk})      \
+  ATTNFAST_LAYER_TERMS(X)                                  \
+  X(Optional, key_exponentials, exponentials, given.score) \
+  X(Optional, packed, bytes)                               \
   ATTNFAST_LAYER_OPTIONS(X)
 
-#define ATTNFAST_RECURRENT_BACKWARD(X)                                                  \
-  X(Tensor, grad_states, layered, own, {B, T, H})                                       \
-  X(Optional, grad_cells, of_layers, given.cell.has_value(), H)                         \
-  X(Optional, grad_contexts, result, given.key, Dv)                                     \
-  X(Optional, grad_weights, result, given.key, Tk)                                      \
-  X(Optional, grad_attentional, result, given.weight_output, output_dim)                \
-  X(Optional, grad_coverage, after, given.coverage, {B, Tk})                            \
-  X(Optional, grad_loss, after, given.coverage, {B})                                    \
-  X(Optional, grad_log_weights, result, given.transition_prob, Tk)                      \
-  X(Tensor, input, sizes, own, {B, T, E})                                               \
-  ATTNFAST_LAYER_PARAMETERS(X)                                                          \
-  ATTNFAST_LAYER_TERMS(X)                                                               \
-  X(Tensor, states, layered, own, {B, T, H})                                            \
-  X(Tensor, cells, of_layers, given.cell.has_value(), H)                                \
-  X(Tensor, contexts, result, given.key, Dv)                                            \
-  X(Tensor, weights, result, given.key, Tk)                                             \
-  X(Tensor, attentional, result, given.weight_output, output_dim)                       \
-  X(Tensor, queries, kept, given.key && (given.weight_query || given.attends_first), A) \
-  X(Tensor, gates, of_layers, given.mode != "tanh", 4 * H)                              \
-  X(Tensor, log_weights, kept, given.transition_prob.has_value(), Tk)                   \
-  ATTNFAST_LAYER_OPTIONS(X)                                                             \
-  X(bool, need_grad_input, any)                                                         \
-  X(bool, need_grad_parameters, any)                                                    \
+#define ATTNFAST_RECURRENT_BACKWARD(X)                                                      \
+  X(Tensor, grad_states, layered, dtype, {B, T, H})                                         \
+  X(Optional, grad_cells, of_layers, given.cell.has_value(), H)                             \
+  X(Optional, grad_contexts, result, given.key, Dv)                                         \
+  X(Optional, grad_weights, result, given.key, Tk)                                          \
+  X(Optional, grad_attentional, result, given.weight_output, output_dim)                    \
+  X(Optional, grad_coverage, after, given.coverage, {B, Tk})                                \
+  X(Optional, grad_loss, after, given.coverage, {B})                                        \
+  X(Optional, grad_log_weights, result, given.transition_prob, Tk)                          \
+  X(Tensor, input, sizes, dtype, {B, T, E})                                                 \
+  ATTNFAST_LAYER_PARAMETERS(X)                                                              \
+  ATTNFAST_LAYER_TERMS(X)                                                                   \
+  X(Tensor, states, layered, dtype, {B, T, H})                                              \
+  X(Tensor, cells, of_layers, given.cell.has_value(), H)                                    \
+  X(Tensor, contexts, result, given.key, Dv)                                                \
+  X(Tensor, weights, result, given.key, Tk)                                                 \
+  X(Tensor, attentional, result, given.weight_output, output_dim)                           \
+  X(Tensor, queries, of_steps, given.key && (given.weight_query || given.attends_first), A) \
+  X(Tensor, gates, of_layers, given.mode != "tanh", 4 * H)                                  \
+  X(Tensor, log_weights, of_steps, given.transition_prob.has_value(), Tk)                   \
+  ATTNFAST_LAYER_OPTIONS(X)                                                                 \
+  X(bool, need_grad_input, any)                                                             \
+  X(bool, need_grad_parameters, any)                                                        \
   X(bool, need_grad_key, any)
 
 Cell cell_of(const std::string& mode) {
@@ -100,10 +100,10 @@ struct LayerChecker : ArgumentChecker, FilterSizes {
   explicit LayerChecker(const Arguments& given)
       : ArgumentChecker(Arguments::kOperator, given.hidden), FilterSizes(given, *this),
         of_weights(given.weight_ih.scalar_type()), G(gates_of(cell_of(given.mode))) {
-    const bool narrow = of_weights == ScalarType::BFloat16 && own == ScalarType::Float;
-    check(of_weights == own || (narrow && weights_may_be_narrow()), "weight_ih");
+    const bool narrow = of_weights == ScalarType::BFloat16 && dtype == ScalarType::Float;
+    check(of_weights == dtype || (narrow && weights_may_be_narrow()), "weight_ih");
     if constexpr (requires { given.weight_ih_upper; }) stacked = given.weight_ih_upper.has_value();
-    check(given.hidden.dim() == 2 + stacked && (own == ScalarType::Float || own == ScalarType::Double),
+    check(given.hidden.dim() == 2 + stacked && (dtype == ScalarType::Float || dtype == ScalarType::Double),
           "hidden");
     check(given.cell.has_value() == (given.mode == "lstm"), "cell");
     if (stacked) layers = given.hidden.size(0), check(layers > 1, "hidden");
@@ -155,10 +155,10 @@ struct LayerChecker : ArgumentChecker, FilterSizes {
     return score_vector.has_value() == (score_of(score) != Score::dot) && (key || !score_vector);
   }
 
-  // Check the result of `prepare` in cpu/attention.cpp.
+  // Check the result of `key_exponentials` in cpu/attention.cpp.
   bool exponentials(const Optional& x, const std::string& score) const {
     const int64_t width = (A + kPadding - 1) / kPadding * kPadding;
-    return !x || (score_of(score) == Score::tanh && own != ScalarType::Double &&
+    return !x || (score_of(score) == Score::tanh && dtype != ScalarType::Double &&
                   sizes(x, ScalarType::Float, {B, 1, Tk, width}));
   }
 
@@ -179,18 +179,18 @@ struct LayerChecker : ArgumentChecker, FilterSizes {
     return !x || layered(*x, types, wanted);
   }
   bool of_layers(const Optional& x, bool exists, int64_t columns) const {
-    return !x || (exists ? layered(*x, own, {B, T, columns}) : sizes(*x, own, {0}));
+    return !x || (exists ? layered(*x, dtype, {B, T, columns}) : sizes(*x, dtype, {0}));
   }
 
   // A result of the forward, or its gradient; it exists only if `given` is present.
   bool result(const Optional& x, const Optional& given, int64_t columns) const {
-    return !x || kept(*x, given.has_value(), columns);
+    return !x || of_steps(*x, given.has_value(), columns);
   }
   bool after(const Optional& x, const Optional& given, Sizes wanted) const {
-    return !x || (given ? sizes(*x, own, wanted) : sizes(*x, own, {0}));
+    return !x || (given ? sizes(*x, dtype, wanted) : sizes(*x, dtype, {0}));
   }
-  bool kept(const Tensor& x, bool exists, int64_t columns) const {
-    return exists ? sizes(x, own, {B, T, columns}) : sizes(x, own, {0});
+  bool of_steps(const Tensor& x, bool exists, int64_t columns) const {
+    return exists ? sizes(x, dtype, {B, T, columns}) : sizes(x, dtype, {0});
   }
 };
 
@@ -216,21 +216,21 @@ View rows_of(const Tensor& x, bool stacked = false) {
   if (stacked && x.size(0)) v.head = x.numel() / x.size(0);
   return v;
 }
-View kept(const Tensor& x, KeepAlive& keep, bool stacked = false) {
+View packed_view(const Tensor& x, KeepAlive& keep, bool stacked = false) {
   keep.push_back(packed(x));
   return rows_of(keep.back(), stacked);
 }
-View kept(const Optional& x, KeepAlive& keep, bool stacked = false) {
-  return x ? kept(*x, keep, stacked) : View{};
+View packed_view(const Optional& x, KeepAlive& keep, bool stacked = false) {
+  return x ? packed_view(*x, keep, stacked) : View{};
 }
 // Return a view of a weight, converted to float unless products take bfloat16.
 View weight_of(const Optional& x, bool narrow, KeepAlive& keep) {
-  if (!x || narrow || x->scalar_type() != ScalarType::BFloat16) return kept(x, keep);
-  return kept(torch::stable::to(*x, ScalarType::Float), keep);
+  if (!x || narrow || x->scalar_type() != ScalarType::BFloat16) return packed_view(x, keep);
+  return packed_view(torch::stable::to(*x, ScalarType::Float), keep);
 }
 // Return a view of a result; a result of size [0] is absent.
 View result_of(const Optional& x, KeepAlive& keep, bool stacked = false) {
-  return x && x->dim() == 3 + stacked ? kept(*x, keep, stacked) : View{};
+  return x && x->dim() == 3 + stacked ? packed_view(*x, keep, stacked) : View{};
 }
 
 template <class Arguments>
@@ -260,23 +260,23 @@ void put_layer(const Arguments& given, const LayerChecker& fit, Layer& a, KeepAl
   a.Tk = fit.Tk;
   a.A = fit.A;
   a.Dv = fit.Dv;
-  if constexpr (requires { given.input; }) a.input = kept(given.input, keep);
-  a.hidden = kept(given.hidden, keep, fit.stacked);
-  a.first_cell = kept(given.cell, keep, fit.stacked);
-  a.feed = kept(given.feed, keep);
+  if constexpr (requires { given.input; }) a.input = packed_view(given.input, keep);
+  a.hidden = packed_view(given.hidden, keep, fit.stacked);
+  a.first_cell = packed_view(given.cell, keep, fit.stacked);
+  a.feed = packed_view(given.feed, keep);
   if constexpr (requires { given.dropout; }) {
-    a.dropout = kept(given.dropout, keep, fit.stacked);
+    a.dropout = packed_view(given.dropout, keep, fit.stacked);
     a.dropout.row = 0;  // the same at all steps
   }
   if constexpr (requires { given.dropout_between; }) {
-    a.dropout_between = kept(given.dropout_between, keep, true);
-    a.dropout_output = kept(given.dropout_output, keep);
+    a.dropout_between = packed_view(given.dropout_between, keep, true);
+    a.dropout_output = packed_view(given.dropout_output, keep);
   }
   put_weights(given, a, keep);
-  a.bias_ih = kept(given.bias_ih, keep);
-  a.bias_hh = kept(given.bias_hh, keep);
-  a.bias_query = kept(given.bias_query, keep);
-  a.bias_output = kept(given.bias_output, keep);
+  a.bias_ih = packed_view(given.bias_ih, keep);
+  a.bias_hh = packed_view(given.bias_hh, keep);
+  a.bias_query = packed_view(given.bias_query, keep);
+  a.bias_output = packed_view(given.bias_output, keep);
   if constexpr (requires { given.target_lengths; })
     if (given.target_lengths) {
       keep.push_back(packed(*given.target_lengths));
@@ -325,19 +325,19 @@ void put_attention(const Arguments& given, const LayerChecker& fit, const Layer&
 // a history.
 RecurrentOutputs results_of(const RecurrentArguments& given, const LayerChecker& fit, RecurrentForward& a) {
   const auto room = [&](bool wanted, int64_t columns, View& out) {
-    const Tensor x = empty_if(wanted, given.input, {a.B, a.T, columns}, fit.own);
+    const Tensor x = empty_if(wanted, given.input, {a.B, a.T, columns}, fit.dtype);
     if (wanted) out = rows_of(x);
     return x;
   };
   const auto of_layers = [&](bool wanted, int64_t columns, View& out) {
     if (!fit.stacked) return room(wanted, columns, out);
-    const Tensor x = empty_if(wanted, given.input, {a.layers, a.B, a.T, columns}, fit.own);
+    const Tensor x = empty_if(wanted, given.input, {a.layers, a.B, a.T, columns}, fit.dtype);
     if (wanted) out = rows_of(x, true);
     return x;
   };
   const bool remembers = given.coverage.has_value();
-  const Tensor coverage = empty_if(remembers, given.input, {a.B, a.Tk}, fit.own);
-  const Tensor loss = empty_if(remembers, given.input, {a.B}, fit.own);
+  const Tensor coverage = empty_if(remembers, given.input, {a.B, a.Tk}, fit.dtype);
+  const Tensor loss = empty_if(remembers, given.input, {a.B}, fit.dtype);
   if (remembers) a.attention.coverage_out = rows_of(coverage), a.loss = View{data_or_sentinel(loss), 1};
   return {
       .states = of_layers(true, a.H, a.states),
@@ -357,7 +357,7 @@ RecurrentOutputs results_of(const RecurrentArguments& given, const LayerChecker&
 // of the keys and those that a history accumulates.
 RecurrentGradients gradients_of(const RecurrentBackwardArguments& given, const LayerChecker& fit,
                                 RecurrentBackward& a, KeepAlive& keep) {
-  a.states = kept(given.states, keep, fit.stacked);
+  a.states = packed_view(given.states, keep, fit.stacked);
   a.cells = result_of(given.cells, keep, fit.stacked);
   a.contexts = result_of(given.contexts, keep);
   a.attentional = result_of(given.attentional, keep);
@@ -365,14 +365,14 @@ RecurrentGradients gradients_of(const RecurrentBackwardArguments& given, const L
   a.gates = result_of(given.gates, keep, fit.stacked);
   a.attention.log_weights = result_of(given.log_weights, keep);
   a.attention.grad_log_weights = result_of(given.grad_log_weights, keep);
-  a.grad_states = kept(given.grad_states, keep, fit.stacked);
+  a.grad_states = packed_view(given.grad_states, keep, fit.stacked);
   a.grad_cells = result_of(given.grad_cells, keep, fit.stacked);
   a.grad_contexts = result_of(given.grad_contexts, keep);
   a.grad_attentional = result_of(given.grad_attentional, keep);
-  const auto nothing = [&] { return empty_if(false, given.input, {}, fit.own); };
+  const auto nothing = [&] { return empty_if(false, given.input, {}, fit.dtype); };
   const auto gradient = [&](const Optional& x, bool wanted, View& out, bool stacked = false) {
     if (!wanted || !x) return nothing();
-    const Tensor grad = empty(x->device(), {x->sizes().begin(), x->sizes().end()}, fit.own);
+    const Tensor grad = empty(x->device(), {x->sizes().begin(), x->sizes().end()}, fit.dtype);
     out = rows_of(grad, stacked);
     return grad;
   };
@@ -419,10 +419,10 @@ void add_key_gradients(const RecurrentBackwardArguments& given, const LayerCheck
   grads.grad_key = gradient_of_rows(true, *given.key, all.grad_key);
   grads.grad_value = gradient_of_rows(true, *given.value, all.grad_value);
   const Tensor parts =
-      empty_if(given.score_vector.has_value(), given.input, {all.B, 1, vector_parts, all.A}, fit.own);
+      empty_if(given.score_vector.has_value(), given.input, {all.B, 1, vector_parts, all.A}, fit.dtype);
   if (given.score_vector) all.grad_score_vector = view(parts);
   run(all);
-  if (given.score_vector) grads.grad_score_vector = sum_of_parts(parts, {0, 2}, false, fit.own);
+  if (given.score_vector) grads.grad_score_vector = sum_of_parts(parts, {0, 2}, false, fit.dtype);
 }
 
 RecurrentOutputs recurrent(const RecurrentArguments&);

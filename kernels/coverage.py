@@ -61,22 +61,22 @@ def _features_of(features, i_b, i_h):
 
 @triton.jit
 def _find(
-    p_filters, p_last, p_coverage, o_k, Tk, K, W,
+    p_filters, p_last, p_coverage, o_k, Tk, K, taps,
     C: tl.constexpr, BK: tl.constexpr, BF: tl.constexpr, acc: tl.constexpr,
 ):  # fmt: skip
     """Return the filters' features of keys, [BK, BF], with zeros past the ends."""
     o_f = tl.arange(0, BF)
     b_found = tl.zeros([BK, BF], acc)
-    for w in range(W):
-        o_x = o_k + w - W // 2
+    for w in range(taps):
+        o_x = o_k + w - taps // 2
         m_x = (o_x >= 0) & (o_x < Tk)
-        p_f = p_filters + o_f * (C * W) + w
+        p_f = p_filters + o_f * (C * taps) + w
         # [BK] and [BF]
         b_x = tl.load(p_last + o_x, mask=m_x, other=0)
         b_found += b_x[:, None] * tl.load(p_f, mask=o_f < K, other=0)[None, :]
         if C == 2:
             b_x = tl.load(p_coverage + o_x, mask=m_x, other=0)
-            b_found += b_x[:, None] * tl.load(p_f + W, mask=o_f < K, other=0)[None, :]
+            b_found += b_x[:, None] * tl.load(p_f + taps, mask=o_f < K, other=0)[None, :]
     return b_found
 
 
@@ -132,9 +132,9 @@ def _scores(
     acc: tl.constexpr,
 ):  # fmt: skip
     """The scores of a row at keys, before penalty and transition, and the mask of visible keys."""
-    Tk, A, K, W = sizes[2:]
+    Tk, A, K, taps = sizes[2:]
     p_weight, s_weight = features[2]
-    b_found = _find(features[3], p_last, p_coverage, o_k, Tk, K, W, C, BK, BF, acc)
+    b_found = _find(features[3], p_last, p_coverage, o_k, Tk, K, taps, C, BK, BF, acc)
     b_e = tl.zeros([BK], acc)
     for a in range(0, A, BA):
         o_a = a + tl.arange(0, BA)
@@ -360,13 +360,13 @@ def _features_gradient(
     p_dfound, p_dq, p_dk, p_dweight, p_dfilters, p_dprojection = gradients
     p_ds, p_c = state[0], state[2]
     p_weight, s_weight = features[2]
-    _, Tq, Tk, A, K, W = sizes
+    _, Tq, Tk, A, K, taps = sizes
     o_f = tl.arange(0, BF)
     for j in range(0, n, BK):
         o_k = j + tl.arange(0, BK)
         b_ds = tl.load(p_ds + o_row + o_k, mask=o_k < n, other=0) * scale
         m_k = b_ds != 0  # the others' keys may be NaN
-        b_found = _find(features[3], p_last, p_c + o_row, o_k, Tk, K, W, C, BK, BF, acc)
+        b_found = _find(features[3], p_last, p_c + o_row, o_k, Tk, K, taps, C, BK, BF, acc)
         b_dfound = tl.zeros([BK, BF], acc)
         for a in range(0, A, BA):
             o_a = a + tl.arange(0, BA)
@@ -394,17 +394,17 @@ def _features_gradient(
             tl.atomic_add(p_du, b_du, mask=m_a[:, None] & (o_f < K)[None, :], sem="relaxed")
         p_df = p_dfound + o_k[:, None] * BF + o_f[None, :]
         tl.store(p_df, b_dfound, mask=(o_k < n)[:, None])
-        for w in range(W):
-            o_x = o_k + w - W // 2
+        for w in range(taps):
+            o_x = o_k + w - taps // 2
             m_x = (o_x >= 0) & (o_x < Tk)
-            p_f = p_dfilters + o_f * (C * W) + w
+            p_f = p_dfilters + o_f * (C * taps) + w
             b_x = tl.load(p_last + o_x, mask=m_x, other=0)
             b_df = tl.sum(b_dfound * b_x[:, None], 0)
             tl.atomic_add(p_f, b_df, mask=o_f < K, sem="relaxed")
             if C == 2:
                 b_x = tl.load(p_c + o_row + o_x, mask=m_x, other=0)
                 b_df = tl.sum(b_dfound * b_x[:, None], 0)
-                tl.atomic_add(p_f + W, b_df, mask=o_f < K, sem="relaxed")
+                tl.atomic_add(p_f + taps, b_df, mask=o_f < K, sem="relaxed")
 
 
 @triton.jit
@@ -414,7 +414,7 @@ def _history_gradient(
 ):  # fmt: skip
     """Store the gradients of weights and coverage before a row; return that of u for each key."""
     p_ds, p_dcoverage, p_dlast = state[0], state[3], state[4]
-    Tk, K, W = sizes[2], sizes[4], sizes[5]
+    Tk, K, taps = sizes[2], sizes[4], sizes[5]
     o_f = tl.arange(0, BF)
     b_du = tl.zeros([BK], acc)
     for j in range(0, Tk, BK):
@@ -434,15 +434,15 @@ def _history_gradient(
         if features is not None:
             p_filters, p_dfound = features[3], gradients[0]
             b_dc = tl.load(p_dcoverage + o_k, mask=m_k, other=0)
-            for w in range(W):
-                o_x = o_k - w + W // 2  # the key that sees this one under tap w
+            for w in range(taps):
+                o_x = o_k - w + taps // 2  # the key that sees this one under tap w
                 p_df = p_dfound + o_x[:, None] * BF + o_f[None, :]
                 m_x = ((o_x >= 0) & (o_x < n))[:, None] & (o_f < K)[None, :]
                 b_df = tl.load(p_df, mask=m_x, other=0)
-                p_f = p_filters + o_f * (C * W) + w
+                p_f = p_filters + o_f * (C * taps) + w
                 b_dp += tl.sum(b_df * tl.load(p_f, mask=o_f < K, other=0)[None, :], 1)
                 if C == 2:
-                    b_f = tl.load(p_f + W, mask=o_f < K, other=0)
+                    b_f = tl.load(p_f + taps, mask=o_f < K, other=0)
                     b_dc += tl.sum(b_df * b_f[None, :], 1)
             tl.store(p_dcoverage + o_k, b_dc, mask=m_k)
         tl.store(p_dlast + o_k, b_dp, mask=m_k)
@@ -466,7 +466,7 @@ def _scan_gradient(
     of ``previous`` and of the weights, the gradient of these, and that of those before a row.
     """
     acc: tl.constexpr = p_ds.dtype.element_ty
-    H, Tq, Tk, A, K, W = sizes
+    H, Tq, Tk, A, K, taps = sizes
     i_bh = tl.program_id(0).to(tl.int64)
     i_b, i_h = i_bh // H, i_bh % H
     scale = _scalar(scale, acc)
@@ -499,7 +499,7 @@ def _scan_gradient(
         p_dfound, p_dq, p_dk, p_dweight, p_dfilters, p_dprojection = gradients
         gradients = (
             p_dfound + i_bh * Tk * BF, p_dq, p_dk + i_bh * Tk * A, p_dweight,
-            p_dfilters + i_bh * K * C * W, p_dprojection + i_bh * A * K,
+            p_dfilters + i_bh * K * C * taps, p_dprojection + i_bh * A * K,
         )  # fmt: skip
     _store_coverages(p_before, p_first + i_bh * Tk, rate, p_weights, Tq, Tk, BR)
     tl.debug_barrier()
@@ -554,7 +554,7 @@ def _of_heads(x, dims: int):
 def _arguments(call, q, k, w, grad_penalty=()) -> tuple:
     """Return the features, None without filters, the penalty, and both kernels' options."""
     filters, projection, penalty = call.filters, call.projection, call.penalty
-    K, C, W = (0, 1, 1) if filters is None else filters.shape[-3:]
+    K, C, taps = (0, 1, 1) if filters is None else filters.shape[-3:]
     if Triton.most_filters < K:
         raise_value_error("filters", f"at most {Triton.most_filters} on the Triton backend", K)
     # Two warps must not hold the same element of a row: one could overwrite the element before the
@@ -567,7 +567,7 @@ def _arguments(call, q, k, w, grad_penalty=()) -> tuple:
         penalty = (penalty, 1 if penalty.shape[0] > 1 else 0, *grad_penalty)
     options = {
         "scale": _pair(call.scale),
-        "sizes": (q.shape[1], q.shape[2], k.shape[2], q.shape[3], K, W),
+        "sizes": (q.shape[1], q.shape[2], k.shape[2], q.shape[3], K, taps),
         "SCORE": call.score, "C": C, "BK": _block(k.shape[2], 32) if K else rows, "BR": rows,
         "BA": 16, "BF": 1 if K == 1 else _block(K, 1 << 20), "num_warps": 4, **LAUNCH_OPTIONS,
     }  # fmt: skip
@@ -684,8 +684,8 @@ def backward(call: CoverageBackward, sums=None) -> CoverageGradients:
     dtransition = zeros(*query.shape[:-1], needed=transition_prob is not None)
     gradients = transition = None
     if features is not None:
-        (*_, A, K, W), C = options["sizes"], options["C"]
-        sizes = (*key.shape,), (*heads, A), (*heads, K, C, W), (*heads, A, K)
+        (*_, A, K, taps), C = options["sizes"], options["C"]
+        sizes = (*key.shape,), (*heads, A), (*heads, K, C, taps), (*heads, A, K)
         dq, found = zeros(*query.shape), zeros(*keys, options["BF"])
         gradients = (found, dq, *(sums or (zeros(*size) for size in sizes)))
     if transition_prob is not None:
@@ -714,7 +714,7 @@ def backward(call: CoverageBackward, sums=None) -> CoverageGradients:
         of_scores = AttentionBackward(
             grad_context=grad_context, grad_weights=None, grad_log_sum_exp=None, query=query,
             key=key, value=value, score_vector=call.score_vector, lengths=call.lengths,
-            key_bounds=None, columns=0, prepared=None, weights=weights, grad_score=ds,
+            key_bounds=None, columns=0, key_exponentials=None, weights=weights, grad_score=ds,
             scale=call.scale, score=call.score,
             need_grad_query=call.need_grad_query, need_grad_key=call.need_grad_key,
             need_grad_score=False,

@@ -30,7 +30,8 @@ KEYS = {
 LENGTHS = {"lengths": "? int B"}
 TERMS = {"bias": "? ~ q|s B H Tq W", "mask": "? ~ bool B H Tq W", **LENGTHS}
 SPAN = {
-    "key_bounds": "? ~ int64 B H =Tq =2", "columns": "", "prepared": "? float32 B H1 Tk A32",
+    "key_bounds": "? ~ int64 B H =Tq =2", "columns": "",
+    "key_exponentials": "? float32 B H1 Tk A32",
 }  # fmt: skip
 HISTORY = {
     "filters": "? own s K C Taps", "projection": "? own s A K", "penalty": "? ~ s H1",
@@ -131,7 +132,7 @@ class Call:
             missing |= {"filters", "projection"}
         self.score = "dot" if "score_vector" in missing else draw.choice(("tanh", *SCORES[1:]))
         if self.score != "tanh" or self.dtype == torch.float64:
-            missing.add("prepared")
+            missing.add("key_exponentials")
         if "key_bounds" not in missing and draw.random() < 0.5:
             self.columns = draw.randint(0, self.sizes["Tk"])
         own = {p: self.heads and draw.random() < 0.5 for p in ("score_vector", "filters")}
@@ -227,7 +228,7 @@ class Call:
         if "score" in args and (args["score_vector"] is None) != (args["score"] == "dot"):
             return False
         exact = args.get("score") != "tanh" or first.dtype == torch.float64
-        if args.get("prepared") is not None and exact:
+        if args.get("key_exponentials") is not None and exact:
             return False
         for p, last in (
             ("lengths", sizes.get("Tk", 0)),
@@ -276,9 +277,9 @@ def judge(call: Call, backend: str, only_invalid: bool = False) -> bool:
     """Assert that check and operator take the call if it fits, and else refuse it; say which."""
     fits = call.fits()
     args = [call.args[p] for p in parameters(call.name)]
-    if call.changed == "prepared" and backend != "cpu":
+    if call.changed == "key_exponentials" and backend != "cpu":
         return True
-    if call.changed != "prepared":
+    if call.changed != "key_exponentials":
         said = refusal(CHECKS[call.name], args)
         assert (said is None) == fits, f"fits: {fits}, its check: {said}; {call}"
     if not (fits and only_invalid):

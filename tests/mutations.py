@@ -37,7 +37,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
             ("number_of_backward() == self.task", "number_of_backward() != -2"),
             ("if has_saved_tensor_hooks():", "if False:"),
         ],
-        "SharedKeys.prepared": [("if has_dispatch_mode():", "if False:")],
+        "SharedKeys.key_exponentials": [("if has_dispatch_mode():", "if False:")],
         "no_double_backward.run": [("if not torch.is_grad_enabled() or not roots:", "if True:")],
     },
     ("attnfast/decoding/deferred.py", "tests/test_memory.py -k several"): {
@@ -81,9 +81,9 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
             ("self.rows.data.narrow(-2, start, rows)", "self.rows.narrow(-2, start, rows)"),
         ],
         "GrowableBuffer.like": [("with torch.inference_mode(False):  # or", "if True:  # or")],
-        "GrowableBuffer.prepared": [
-            ("if self._kept_for != (backend, score):", "if self._kept_for is None:"),
-            ("start == 0 or self._kept is not None", "True"),
+        "GrowableBuffer.key_exponentials": [
+            ("if self._exponentials_for != (backend, score):", "if self._kept_for is None:"),
+            ("start == 0 or self._exponentials is not None", "True"),
         ],
         "append_rows": [
             ("2 * (old.shape[-2] + new.shape[-2])", "old.shape[-2] + new.shape[-2]"),
@@ -347,7 +347,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         ],
     },
     ("attnfast/decoding/memory.py", CONTRACTS.format("bump")): {
-        "_attend_once": [("shared.prepared(), bias)", "shared.prepared())")],
+        "_attend_once": [("shared.key_exponentials(), bias)", "shared.key_exponentials())")],
     },
     ("examples/stories.py", "tests/test_multi_hop.py -k answers"): {
         "stays": [("found[-1] = (place_of.what, [x.at, place_of.at])", "pass")],
@@ -1279,7 +1279,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
     },
     ("csrc/launch_coverage.h", "tests/test_invalid_calls.py tests/test_schemas.py"): {
         "ATTNFAST_HISTORY": [
-            ("X(Optional, previous, rows, sums, {Tk})", "X(Optional, previous, any)"),
+            ("X(Optional, previous, rows, sum_dtype, {Tk})", "X(Optional, previous, any)"),
         ],
     },
     ("csrc/cpu/attention_kernel.cpp", CPU): {
@@ -1321,7 +1321,10 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
     },
     ("csrc/cpu/transition.h", HISTORY): {
         "transition_backward": [
-            ("store_part(moved + j, times(r.before) * u", "store_part(moved + j, times(r.before)"),
+            (
+                "store_part(shifted + j, times(r.before) * u",
+                "store_part(shifted + j, times(r.before)",
+            ),
         ],
         "log": [("top + log_of_one_more(sum - (C)1)", "top")],
     },
@@ -1341,12 +1344,12 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         "add_losses": [
             ("sum += *row<C>(a.attention.loss, b, t);", "sum = *row<C>(a.attention.loss, b, t);"),
         ],
-        "move_row": [
+        "update_units": [
             ("if (pads) unit = Unit<Vec<C>>{};", ""),
             ("if (lift) store_part(", "if (false) store_part("),
         ],
         "add_biases": [("out[sum_index(a.cell, gate) * width]", "out[gate * width]")],
-        "move_block": [
+        "update_block": [
             ("{masked[t % 2] + (layer * a.B + b) * a.H, a.H}", "{masked[t % 2] + b * a.H, a.H}"),
             ("packed.hidden.at(own)", "packed.hidden.at(panel)"),
         ],
@@ -1354,19 +1357,19 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
     },
     ("csrc/cpu/recurrent_backward.h", RECURRENT): {
         "begin_history": [
-            ("clear(row<C>(room.kept, b), room.kept.batch);", "{}"),
+            ("clear(row<C>(room.parameter_sums, b), room.parameter_sums.batch);", "{}"),
             ("row<C>(h.grad_previous, b)[j] = 0;", ""),
         ],
-        "run": [("if (room.kept.data) finish_history();", "")],
+        "run": [("if (room.parameter_sums.data) finish_history();", "")],
         "put_fed": [
             ("if (!runs(a, b, t)) x = Vec<C>{};", ""),
             ("f = mask == 0 ? Vec<C>{} : f / mask;", ""),
         ],
-        "move_row_back": [("if (given_cell) grad_cell += part(given_cell);", "")],
+        "backward_units": [("if (given_cell) grad_cell += part(given_cell);", "")],
         "write_initial_grads": [
             ("if (layer == a.layers - 1 && a.attends_first && a.T) add_attended(0, block, x);", ""),
         ],
-        "move_back_block": [("if (layer == a.layers - 1) add_attended(", "add_attended(")],
+        "backward_block": [("if (layer == a.layers - 1) add_attended(", "add_attended(")],
         "grad_to_below": [("x, at_layer<C>(a.dropout_between, layer - 1), t);", "x, View{}, t);")],
         "list_gradients": [
             ("below(a.dropout_between), gates", "none, gates"),
@@ -1400,7 +1403,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
     },
     ("csrc/cpu/linear.cpp", "tests/test_linear.py"): {
         "ATTNFAST_LINEAR_BACKWARD": [
-            ("X(Tensor, grad_output, sizes, own, {M, N})", "X(Tensor, grad_output, any)"),
+            ("X(Tensor, grad_output, sizes, dtype, {M, N})", "X(Tensor, grad_output, any)"),
         ],
     },
     ("attnfast/nn/_linear.py", "tests/test_linear.py"): {
@@ -1444,7 +1447,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         "pack_words": [("{0, H, H + a.even.Dv}, which", "{0, H, H}, which")],
         "step_at": [
             ("step = t % 2 ? a.odd : a.even", "step = a.even"),
-            ("move_on(of.key_bounds, t, sizeof(int64_t));", ""),
+            ("shift_to_step(of.key_bounds, t, sizeof(int64_t));", ""),
         ],
         "begin": [("if (!last.attends_first && last.F) put(", "if (false) put(")],
         "embed": [("* (C)a.embedding_scale", "")],
@@ -1484,7 +1487,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
             ('X(Tensor, gates, of_layers, given.mode != "tanh", 4 * H)', "X(Tensor, gates, any)"),
         ],
         "ATTNFAST_LAYER_TERMS": [
-            ("X(Optional, dropout, layered, own, {B, H})", "X(Optional, dropout, any)"),
+            ("X(Optional, dropout, layered, dtype, {B, H})", "X(Optional, dropout, any)"),
         ],
     },
     ("csrc/cpu/team.h", RECURRENT): {
@@ -1498,7 +1501,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         ],
     },
     ("csrc/cpu/rows.h", "tests/test_statistics.py -k two_million"): {
-        "add_up": [("kBlock = 256 * W;", "kBlock = INT64_MAX / 2;")],
+        "add_up": [("kBlock = 256 * kLanes;", "kBlock = INT64_MAX / 2;")],
     },
     ("csrc/cpu/rows.h", "tests/test_statistics.py -k cpu"): {
         "exponentiate": [
@@ -1606,11 +1609,11 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
             ("sums[sum_index(K, gate)] +=", "sums[gate] +="),
             ("a.t >= a.target_lengths[b]) u = Unit<C>{};", "false) u = Unit<C>{};"),
             ("u.gates[sum_index(K, gate)];", "u.gates[gate];"),
-            ("place.i / columns >= target_lengths", "place.i / columns > target_lengths"),
+            ("own.i / columns >= target_lengths", "own.i / columns > target_lengths"),
             ("staged.score(row, lane) + *at<C>(a.state_products, b + row, i + lane)",
              "staged.score(row, lane)"),
         ],
-        "sum": [("+ read<C>(asked, b, i);", ";")],
+        "sum": [("+ read<C>(grad_query, b, i);", ";")],
     },
     ("csrc/cuda/step.cuh", CUDA.format("recurrent")): {
         "__launch_bounds__": [
@@ -1626,7 +1629,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
             ("projected(given.grad_contexts ? Optional() :", "projected(false ? Optional() :"),
             ("if (projected && given.need_grad_key)", "if (false)"),
         ],
-        "write_initial_grads": [("asks_first ? loop.at(asked, 0) : Rows2{}}", "Rows2{}}")],
+        "write_initial_grads": [("attends_first ? loop.at(grad_query, 0) : Rows2{}}", "Rows2{}}")],
         "multiply_inputs": [("loop.clear(a, input);", ";")],
         "StateParameters": [
             ("given.weight_hh, given.bias_hh, gates, masked(a))",

@@ -791,7 +791,9 @@ def test_words_of_an_enumeration():
 
 def test_what_another_device_prepared():
     ops, x = torch.ops.attnfast_cpu, torch.ones(1, 2, 4)
-    prepared = ops.prepare(x, None, "tanh").to("meta")
-    call = AttentionInputs(x, x, x, torch.ones(4), prepared=prepared, score="tanh")
-    with pytest.raises(ValueError, match="prepared must be on the query's device cpu, got meta"):
+    prepared = ops.key_exponentials(x, None, "tanh").to("meta")
+    call = AttentionInputs(x, x, x, torch.ones(4), key_exponentials=prepared, score="tanh")
+    with pytest.raises(
+        ValueError, match="key_exponentials must be on the query's device cpu, got meta"
+    ):
         ops.attention(*call)

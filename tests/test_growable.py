@@ -261,10 +261,10 @@ def test_keys_are_prepared_once(monkeypatch):
         args[x].detach() for x in ("query", "key", "value", "score_vector")
     )
     memory = start(key, value, weight, 3, backend="cpu").append(key[:, 3], value[:, 3])
-    rows, original = [], torch.ops.attnfast_cpu.prepare
+    rows, original = [], torch.ops.attnfast_cpu.key_exponentials
     monkeypatch.setattr(
         torch.ops.attnfast_cpu,
-        "prepare",
+        "key_exponentials",
         lambda key, *a: rows.append(key.shape[1]) or original(key, *a),
     )
     for t in (4, 5, 6):
@@ -275,13 +275,16 @@ def test_keys_are_prepared_once(monkeypatch):
     attend(query, older)
     assert rows == [4, 5, 1, 7]  # where they have moved all of them
     rows.clear()
-    kept = memory.shared_keys.prepared()[:, 0]
+    kept = memory.shared_keys.key_exponentials()[:, 0]
     assert not rows
     torch.testing.assert_close(kept, torch.exp(2 * key[[1, 1], :7]), atol=0, rtol=2e-6)
     far = memory.append(key[:, 7] + 20, value[:, 7])
     attend(query, far)
-    assert far.shared_keys.prepared() is None and older.shared_keys.prepared() is not None
-    assert far.append(key[:, 0], value[:, 0]).shared_keys.prepared() is None
+    assert (
+        far.shared_keys.key_exponentials() is None
+        and older.shared_keys.key_exponentials() is not None
+    )
+    assert far.append(key[:, 0], value[:, 0]).shared_keys.key_exponentials() is None
 
 
 def test_modes(parts):

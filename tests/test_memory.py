@@ -469,20 +469,20 @@ def test_what_a_backend_prepares_is_kept_and_dropped(monkeypatch):
     args = inputs(Case("tanh", 2, 1, 70, 40, 8))
     m = prepare(args["key"], args["value"], args["score_vector"])
     calls = []
-    original = torch.ops.attnfast_cpu.prepare
+    original = torch.ops.attnfast_cpu.key_exponentials
     monkeypatch.setattr(
-        torch.ops.attnfast_cpu, "prepare", lambda *a: calls.append(a) or original(*a)
+        torch.ops.attnfast_cpu, "key_exponentials", lambda *a: calls.append(a) or original(*a)
     )
     for _ in range(3):
         attend(args["query"], m)
     assert len(calls) == 1
-    kept = m.shared_keys.prepared()
+    kept = m.shared_keys.key_exponentials()
     assert kept.shape == (2, 1, 70, 64)
     torch.testing.assert_close(kept[:, 0, :, :40], torch.exp(2 * args["key"]), atol=0, rtol=2e-6)
     assert not kept[..., 40:].any()
     far = prepare(args["key"] + 11, args["value"], args["score_vector"])
-    assert far.shared_keys.prepared() is None
-    assert prepare(args["key"], args["value"]).shared_keys.prepared() is None  # dot
+    assert far.shared_keys.key_exponentials() is None
+    assert prepare(args["key"], args["value"]).shared_keys.key_exponentials() is None  # dot
 
 
 def test_log_sum_exp_of_steps(backend):

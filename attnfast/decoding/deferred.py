@@ -167,7 +167,7 @@ class SavedFeatures(NamedTuple):
 
 
 class SharedKeys:
-    """State shared by the steps over one memory: prepared keys and pending gradients."""
+    """State shared by the steps over one memory: exponentials of keys and pending gradients."""
 
     def __init__(
         self,
@@ -194,8 +194,8 @@ class SharedKeys:
                 key, value, score_vector, None, None, None, self._shared()
             )
         self._buffer = buffer  # the buffer of the keys, if they grow
-        self._is_prepared = False
-        self._prepared: Tensor | None = None
+        self._has_exponentials = False
+        self._exponentials: Tensor | None = None
         self._features: Features | None = None
 
     def _shared(self, pending_gradients: PendingGradients | None = None) -> Shared:
@@ -244,23 +244,27 @@ class SharedKeys:
             and query.shape == self.query_shape
         )
 
-    def prepared(self) -> Tensor | None:
-        """Return the keys as prepared by the backend at the first step, or None.
+    def key_exponentials(self) -> Tensor | None:
+        """Return the exponentials of the keys, computed at the first step, or None.
 
-        It is None while operators are traced or vmapped, because whether a backend prepares keys
-        depends on their values.
+        It is None while operators are traced or vmapped, because whether there are any depends on
+        the keys' values.
         """
         if has_dispatch_mode():
             return None
-        if not self._is_prepared:
+        if not self._has_exponentials:
             key, _, lengths, _, score, _ = self.source
             with torch.inference_mode(False):  # so that a backward can save it
                 if self._buffer is None:
-                    self._prepared = BACKENDS[self.backend].prepare(key, lengths, score)
+                    self._exponentials = BACKENDS[self.backend].key_exponentials(
+                        key, lengths, score
+                    )
                 else:
-                    self._prepared = self._buffer.prepared(key.shape[-2], self.backend, score)
-            self._is_prepared = True
-        return self._prepared
+                    self._exponentials = self._buffer.key_exponentials(
+                        key.shape[-2], self.backend, score
+                    )
+            self._has_exponentials = True
+        return self._exponentials
 
     def features(self, of: tuple[Any, ...], filters: Tensor, projection: Tensor) -> Features:
         """Return the token of steps with these filters; reuse it while ``of`` is unchanged."""
@@ -331,7 +335,7 @@ class DeferredKeyGradients(Function):
             arguments = AttentionBackward(
                 grad_context=grad_context, grad_weights=None, grad_log_sum_exp=None,
                 query=query, key=key, value=value, score_vector=score_vector, lengths=lengths,
-                key_bounds=bounds, columns=kind[0], prepared=None, weights=weights,
+                key_bounds=bounds, columns=kind[0], key_exponentials=None, weights=weights,
                 grad_score=grad_score, scale=1.0, score=ctx.shared.score,
                 need_grad_query=False, need_grad_key=True, need_grad_score=False,
             )  # fmt: skip

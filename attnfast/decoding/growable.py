@@ -27,9 +27,9 @@ class GrowableBuffer:
     def __init__(self, rows: Tensor):
         self.rows = rows
         self.newest: Any = lambda: None
-        self._kept: GrowableBuffer | None = None  # the rows as prepared by a backend
-        self._kept_of = 0  # the number of rows prepared
-        self._kept_for: Any = None  # the backend, and the score
+        self._exponentials: GrowableBuffer | None = None  # of the rows, by a backend
+        self._exponentials_rows = 0  # the number of rows that have them
+        self._exponentials_for: Any = None  # the backend, and the score
 
     @staticmethod
     def like(x: Tensor, capacity: int) -> GrowableBuffer:
@@ -45,20 +45,28 @@ class GrowableBuffer:
         self.rows.data.narrow(-2, start, rows).copy_(x)
         return self.rows.narrow(-2, 0, start + rows)
 
-    def prepared(self, rows: int, backend: str, score: str) -> Tensor | None:
-        """Return the first ``rows`` keys as prepared by a backend; each key is prepared once."""
-        if self._kept_for != (backend, score):
-            self._kept, self._kept_of, self._kept_for = None, 0, (backend, score)
-        start = self._kept_of
-        if start < rows and (start == 0 or self._kept is not None):
-            x = BACKENDS[backend].prepare(self.rows.narrow(-2, start, rows - start), None, score)
+    def key_exponentials(self, rows: int, backend: str, score: str) -> Tensor | None:
+        """Return the exponentials of the first ``rows`` keys; each is computed once."""
+        if self._exponentials_for != (backend, score):
+            self._exponentials, self._exponentials_rows, self._exponentials_for = (
+                None,
+                0,
+                (backend, score),
+            )
+        start = self._exponentials_rows
+        if start < rows and (start == 0 or self._exponentials is not None):
+            x = BACKENDS[backend].key_exponentials(
+                self.rows.narrow(-2, start, rows - start), None, score
+            )
             if x is None or rows == x.shape[-2] == self.rows.shape[-2]:
-                self._kept = None if x is None else GrowableBuffer(x)
+                self._exponentials = None if x is None else GrowableBuffer(x)
             else:
-                self._kept = self._kept or GrowableBuffer.like(x, self.rows.shape[-2])
-                self._kept.write(start, x)
-            self._kept_of = rows
-        return None if self._kept is None else self._kept.rows.narrow(-2, 0, rows)
+                self._exponentials = self._exponentials or GrowableBuffer.like(
+                    x, self.rows.shape[-2]
+                )
+                self._exponentials.write(start, x)
+            self._exponentials_rows = rows
+        return None if self._exponentials is None else self._exponentials.rows.narrow(-2, 0, rows)
 
 
 class _Appended(Function):

@@ -171,13 +171,13 @@ class Memory(NamedTuple):
         scale: float,
         need_weights: bool = False,
         need_statistics: bool = False,
-        kept: Tensor | None = None,
+        key_exponentials: Tensor | None = None,
         bias: Tensor | None = None,
     ) -> AttentionInputs:
-        """Return the call of a query; ``kept`` are the prepared keys of the steps."""
+        """Return the call of a query."""
         return AttentionInputs(
             query, self.key, self.value, self.score_vector, bias, self.mask, self.lengths, None, 0,
-            kept, scale, self.score, need_statistics, need_weights,
+            key_exponentials, scale, self.score, need_statistics, need_weights,
         )  # fmt: skip
 
     def _chosen(self) -> str:
@@ -283,7 +283,7 @@ def _attend_once(
     shared: Any = memory.shared_keys
     defers, lowered = shared.defers(), None
     weights_too = defers or bool(need_weights)
-    call = memory._call(query, scale, weights_too, need_statistics, shared.prepared(), bias)
+    call = memory._call(query, scale, weights_too, need_statistics, shared.key_exponentials(), bias)
     if within is not None:
         lowered = lower(call, within, need_weights)
         call = lowered.call

@@ -339,19 +339,20 @@ def terms_of(
     return _terms(attention, memory, backend, terms.get("filters") is None) | terms, history
 
 
-def _terms(attention: Any, memory: Memory, backend: str, prepared: bool) -> dict[str, Any]:
-    """Return the arguments common to all kinds; ``prepared``: with the backend's prepared keys."""
-    kept, of_memory = None, None if is_tracing() else memory.shared_keys
+def _terms(attention: Any, memory: Memory, backend: str, with_exponentials: bool) -> dict[str, Any]:
+    """Return the arguments common to all kinds of attention, if wanted with key exponentials."""
+    exponentials, of_memory = None, None if is_tracing() else memory.shared_keys
     if of_memory is not None:
         of_memory.check_unchanged()
-        kept = of_memory.prepared() if prepared and of_memory.backend == backend else None
+        if with_exponentials and of_memory.backend == backend:
+            exponentials = of_memory.key_exponentials()
     scale = attention.scale if attention.scale is not None else memory.key.shape[-1] ** -0.5
     (scale,) = apply_temperature(attention.temperature, scale)
     query = attention.query_proj
     return {
         "key": memory.key, "value": memory.value, "score_vector": memory.score_vector,
-        "lengths": memory.lengths, "mask": memory.mask, "prepared": kept, "score": memory.score,
-        "scale": scale,
+        "lengths": memory.lengths, "mask": memory.mask, "score": memory.score, "scale": scale,
+        "key_exponentials": exponentials,
         "weight_query": getattr(query, "weight", None), "bias_query": getattr(query, "bias", None),
     }  # fmt: skip
 

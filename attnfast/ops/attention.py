@@ -13,8 +13,8 @@ of f, as :data:`attnfast.ops.reference.ACTIVATIONS` lists them. A span of keys
 (:mod:`attnfast.ops.span`), lengths and a mask select the keys that are visible to a row.
 
 This file is the contract: the inputs and outputs of the operator and of its backward. Every
-backend implements both under its own namespace ``attnfast_<backend>``, and may have a
-``prepare``. :mod:`attnfast.ops.reference` is the oracle.
+backend implements both under its own namespace ``attnfast_<backend>``.
+:mod:`attnfast.ops.reference` is the oracle.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class AttentionInputs(NamedTuple):
     int64, whose B and H may be 1, holds the first visible key of a row and the one after the last;
     both may lie outside the sequence. With ``columns`` W > 0 scores are compact,
     ``[B, (H,) Tq, W]``: column m of row i is key ``key_bounds[i, 0] + m``, and keys beyond the W-th
-    are not visible; else they are ``[B, (H,) Tq, Tk]``. ``prepared`` is the tensor that ``prepare``
-    of the same backend returned for the keys. ``score`` is one of
-    :data:`attnfast.ops.arguments.SCORES`; all but the dot score have a score vector.
+    are not visible; else they are ``[B, (H,) Tq, Tk]``. ``key_exponentials``, for the CPU's tanh
+    score, holds e^{2k} of the keys as that backend's function of this name returns it. ``score`` is
+    one of :data:`attnfast.ops.arguments.SCORES`; all but the dot score have a score vector.
     """
 
     query: Tensor
@@ -60,7 +60,7 @@ class AttentionInputs(NamedTuple):
     lengths: Tensor | None = None
     key_bounds: Tensor | None = None
     columns: int = 0
-    prepared: Tensor | None = None
+    key_exponentials: Tensor | None = None
     scale: float = 1.0
     score: str = "dot"
     need_statistics: bool = False
@@ -100,7 +100,7 @@ class AttentionBackward(NamedTuple):
     lengths: Tensor | None
     key_bounds: Tensor | None
     columns: int
-    prepared: Tensor | None
+    key_exponentials: Tensor | None
     weights: Tensor
     grad_score: Tensor | None
     scale: float
@@ -139,11 +139,13 @@ def check(call: AttentionInputs) -> None:
                 "key_bounds", f"int64 on {call.query.device}", f"{bounds.dtype} on {bounds.device}"
             )
     check_terms(call, columns or keys)
-    if call.prepared is not None:
-        check_tensor("prepared", call.prepared)
-        if call.prepared.device != call.query.device:
+    if call.key_exponentials is not None:
+        check_tensor("key_exponentials", call.key_exponentials)
+        if call.key_exponentials.device != call.query.device:
             raise_value_error(
-                "prepared", f"on the query's device {call.query.device}", call.prepared.device
+                "key_exponentials",
+                f"on the query's device {call.query.device}",
+                call.key_exponentials.device,
             )
 
 
@@ -233,11 +235,11 @@ implement(
     {"attention": "forward", "attention_backward": "backward"},
 )  # fmt: skip
 
-# The tensor that a backend caches for all steps over the same keys, of size [0] if none; its
-# content is private to the backend.
-LIBRARIES["cpu"].define("prepare(Tensor key, Tensor? lengths, str score) -> Tensor")
+# The exponentials e^{2k} that all steps over the same keys share: tanh(q + k) is a function of the
+# product with e^{2q}. Size [0] if the score has another activation or the keys are too large.
+LIBRARIES["cpu"].define("key_exponentials(Tensor key, Tensor? lengths, str score) -> Tensor")
 
 
-@torch.library.register_fake("attnfast_cpu::prepare", lib=LIBRARIES["cpu"])
-def _fake_prepare(key, lengths, score):
+@torch.library.register_fake("attnfast_cpu::key_exponentials", lib=LIBRARIES["cpu"])
+def _fake_key_exponentials(key, lengths, score):
     return key.new_empty(0, dtype=torch.float32)

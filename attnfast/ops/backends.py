@@ -144,10 +144,10 @@ class Backend:
         """Return the rank for a call, lower is better; infinity if it is only selected by name."""
         raise NotImplementedError
 
-    def prepare(self, key: Tensor, lengths: Tensor | None, score: str) -> Tensor | None:
-        """Return a tensor, private to the backend, that steps over the same keys share.
+    def key_exponentials(self, key: Tensor, lengths: Tensor | None, score: str) -> Tensor | None:
+        """Return e^{2k} of the keys, ``[.., Tk, ·]``, if steps over the same keys gain from it.
 
-        Its last axis but one is that of the keys; every key is prepared independently.
+        Each key's row depends on that key alone, and its layout is private to the backend.
         """
         return None
 
@@ -244,8 +244,8 @@ class Cpu(Backend):
     def rank(self, request: DispatchKey) -> float:
         return 3
 
-    def prepare(self, key: Tensor, lengths: Tensor | None, score: str) -> Tensor | None:
-        kept = torch.ops.attnfast_cpu.prepare(key.detach(), lengths, score)
+    def key_exponentials(self, key: Tensor, lengths: Tensor | None, score: str) -> Tensor | None:
+        kept = torch.ops.attnfast_cpu.key_exponentials(key.detach(), lengths, score)
         return kept if kept.numel() else None
 
     def pack(self, *parameters: Any) -> Tensor | None:

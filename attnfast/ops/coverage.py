@@ -40,7 +40,7 @@ from attnfast.ops.operators import (
 class CoverageInputs(NamedTuple):
     """The arguments of the operator.
 
-    ``filters [(H,) K, C, W]``, ``projection [(H,) A, K]``, ``penalty [H]`` or ``[1]``,
+    ``filters [(H,) K, C, taps]``, ``projection [(H,) A, K]``, ``penalty [H]`` or ``[1]``,
     ``inverse_fertility``, ``coverage`` and ``previous [B, (H,) Tk]``, ``transition_prob [B, (H,)
     Tq]`` have the accumulation dtype. With a transition ``previous`` holds log p, −inf for 0.
     """
@@ -176,9 +176,11 @@ def check_history(call: CoverageInputs, previous: str = "previous") -> None:
         )
     lead = list(filters.shape[:-3])
     if filters.dim() < 3 or filters.shape[-2] not in (1, 2) or filters.shape[-1] % 2 == 0:
-        raise_value_error("filters", "[K, 1 or 2, W] with an odd width W", list(filters.shape))
+        expected = "[K, 1 or 2, taps] with an odd number of taps"
+        raise_value_error("filters", expected, list(filters.shape))
     if lead not in ([], heads):
-        raise_value_error("filters", f"[K, C, W] or {[*heads, 'K', 'C', 'W']}", list(filters.shape))
+        expected = f"[K, C, taps] or {[*heads, 'K', 'C', 'taps']}"
+        raise_value_error("filters", expected, list(filters.shape))
     if list(projection.shape) != [*lead, A, filters.shape[-3]]:
         wanted = [*lead, A, filters.shape[-3]]
         raise_value_error(

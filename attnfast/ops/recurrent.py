@@ -55,7 +55,7 @@ class RecurrentInputs(NamedTuple):
     score are those of :class:`AttentionInputs`. Without a key this is a plain recurrent layer.
 
     With ``coverage`` and ``previous [B, Tk]``, the history before the first step, attention has a
-    history, and no span: ``filters [K, C, W]``, ``projection [A, K]``, ``penalty [1]``,
+    history, and no span: ``filters [K, C, taps]``, ``projection [A, K]``, ``penalty [1]``,
     ``inverse_fertility [B, Tk]`` and ``transition_prob [B, T]`` are those of
     :class:`CoverageInputs`, where ``previous`` holds logarithms if there is a transition. Steps at
     ``target_lengths`` and beyond leave the history unchanged.
@@ -67,8 +67,9 @@ class RecurrentInputs(NamedTuple):
     With ``weight_ih_upper [L − 1, G·H, H]`` there are L layers, two or more; ``hidden``, ``cell``,
     ``weight_hh``, ``bias_ih``, ``bias_hh``, ``dropout`` and the results ``states``, ``cells``
     and ``gates`` are stacked, ``[L, ..]``. ``dropout_between [L − 1, B, T, H]`` is multiplied into
-    the inputs of the layers above the first. ``prepared`` and ``packed`` are the tensors that
-    ``prepare`` and ``pack`` of the same backend returned for the keys and the parameters.
+    the inputs of the layers above the first. ``key_exponentials`` is that
+    of :class:`AttentionInputs`; ``packed`` is what ``pack`` of the same backend returned for the
+    parameters.
     """
 
     input: Tensor
@@ -101,7 +102,7 @@ class RecurrentInputs(NamedTuple):
     transition_prob: Tensor | None = None
     coverage: Tensor | None = None
     previous: Tensor | None = None
-    prepared: Tensor | None = None
+    key_exponentials: Tensor | None = None
     packed: Tensor | None = None
     mode: str = "gru"
     attends_first: bool = True
@@ -268,10 +269,10 @@ def attention_of(call: Any, query: Tensor, t: slice) -> AttentionInputs:
 
     mask = call.mask if call.mask is None or call.mask.shape[1] == 1 else call.mask[:, t]
     bounds = None if call.key_bounds is None else call.key_bounds[:, t]
-    kept = getattr(call, "prepared", None)
+    exponentials = getattr(call, "key_exponentials", None)
     return AttentionInputs(
-        query, call.key, call.value, call.score_vector, None, mask, call.lengths, bounds, 0, kept,
-        call.scale, call.score, False, True,
+        query, call.key, call.value, call.score_vector, None, mask, call.lengths, bounds, 0,
+        exponentials, call.scale, call.score, False, True,
     )  # fmt: skip
 
 
@@ -316,7 +317,7 @@ def check(call: RecurrentInputs) -> None:
     if call.key is None:
         given = [x for x in ("value", "score_vector", "weight_query", "bias_query", "weight_output",
                              "bias_output", "mask", "lengths", "key_bounds", "feed", "coverage",
-                             "prepared")
+                             "key_exponentials")
                  if getattr(call, x) is not None]  # fmt: skip
         if given:
             raise_value_error(given[0], "None without a key", "a tensor")

@@ -59,7 +59,7 @@ class GreedySearchInputs(NamedTuple):
     mask: Tensor | None = None
     lengths: Tensor | None = None
     key_bounds: Tensor | None = None
-    prepared: Tensor | None = None
+    key_exponentials: Tensor | None = None
     mode: str = "gru"
     attends_first: bool = True
     scale: float = 1.0

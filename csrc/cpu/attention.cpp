@@ -203,35 +203,24 @@ void run_backward(const Backward& a, const Tensor&) {
   if (inputs) run_passes(a, plan, threads, grad_inputs);
 }
 
-// ---- prepare ------------------------------------------------------------------------------------
+// ---- exponentials of the keys ------------------------------------------------------------------------------------
 
-#define ATTNFAST_PREPARE(X)          \
-  X(Tensor, key, rows, own, {Tk, A}) \
-  ATTNFAST_LENGTHS(X)                \
+#define ATTNFAST_EXPONENTIALS(X)       \
+  X(Tensor, key, rows, dtype, {Tk, A}) \
+  ATTNFAST_LENGTHS(X)                  \
   X(std::string, score, any)
 
-// The key is its own query and value.
-struct PrepareChecker : AttentionChecker {
-  struct Keys {
-    static constexpr const char* kOperator = "prepare";
-    const Tensor &query, &key, &value;
-  };
-  template <class Arguments>
-  explicit PrepareChecker(const Arguments& given)
-      : AttentionChecker(Keys{given.key, given.key, given.key}) {}
-};
+ATTNFAST_ARGUMENTS(ExponentialsArguments, "key_exponentials", ATTNFAST_EXPONENTIALS, KeysChecker)
+ATTNFAST_RESULTS(ExponentialsOutputs, exponentials)
 
-ATTNFAST_ARGUMENTS(PrepareArguments, "prepare", ATTNFAST_PREPARE, PrepareChecker)
-ATTNFAST_RESULTS(Prepared, exponentials)
-
-Prepared prepare(const PrepareArguments& given) {
-  const PrepareArguments::ArgumentChecker fit(given);
+ExponentialsOutputs key_exponentials(const ExponentialsArguments& given) {
+  const ExponentialsArguments::ArgumentChecker fit(given);
   KeepAlive keep;
   Problem a{};
   a.dtype = dtype_of(given.key);
   a.score = score_of(given.score);
   a.B = fit.B;
-  a.H = fit.H;
+  a.H = fit.heads;
   a.Tk = fit.Tk;
   a.A = fit.A;
   a.key = view_of_rows(given.key, keep);
@@ -246,7 +235,7 @@ namespace cpu {
 Tensor exponentials_of(const Problem& problem) {
   const Tensor none = empty(kCpu, {0}, ScalarType::Float);
   if (problem.score != Score::tanh || problem.dtype == Dtype::f64) return none;
-  Preparation a{problem};
+  KeyExponentials a{problem};
   a.Tq = a.W = a.Tk;
   a.Dv = a.A;
   const int64_t blocks = std::max<int64_t>((a.Tk + kKeyBlock - 1) / kKeyBlock, 1);
@@ -256,10 +245,10 @@ Tensor exponentials_of(const Problem& problem) {
   a.exponentials_out = view(out);
   a.ranges = view(ranges);
   const Plan plan = {.rows = 1, .keys = kKeyBlock, .columns = width};
-  run(a, plan, threads_for(a), kernels().prepare_scratch(a), kernels().prepare);
+  run(a, plan, threads_for(a), kernels().key_exponentials_scratch(a), kernels().key_exponentials);
   const float* range = static_cast<const float*>(data_or_sentinel(ranges));
   const bool far =
-      std::any_of(range, range + a.B * a.H * blocks, [](float x) { return x > kPreparedLimit; });
+      std::any_of(range, range + a.B * a.H * blocks, [](float x) { return x > kExponentialsLimit; });
   return far ? none : out;
 }
 
@@ -275,7 +264,7 @@ void run_grad_value(const Backward& a) {
 
 STABLE_TORCH_LIBRARY_IMPL(attnfast_cpu, CPU, m) {
   AttentionOperators::implement(m);
-  Operators<prepare>::implement(m);
+  Operators<key_exponentials>::implement(m);
 }
 
 }  // namespace attnfast

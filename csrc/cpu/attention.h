@@ -7,10 +7,10 @@
 
 namespace attnfast {
 
-constexpr double kSmallSumLimit = 1;                      // up to this, tanh needs a relative error
-constexpr double kPreparedLimit = kFactoredSumLimit / 2;  // for keys whose exponentials are cached
-constexpr int64_t kKeyBlock = 64;                         // keys scored at a time
-constexpr int64_t kMostRows = 64;                         // rows of an item
+constexpr double kSmallSumLimit = 1;                          // up to this, tanh needs a relative error
+constexpr double kExponentialsLimit = kFactoredSumLimit / 2;  // for keys whose exponentials are cached
+constexpr int64_t kKeyBlock = 64;                             // keys scored at a time
+constexpr int64_t kMostRows = 64;                             // rows of an item
 
 namespace cpu {
 
@@ -24,9 +24,9 @@ struct Plan {
   double grad_inputs_scale = 1;     // backward: factor applied to the inputs' gradients
 };
 
-// The arguments of prepare. Both outputs are float: the exponentials of the keys, and the largest
+// The arguments of key_exponentials. Both outputs are float: the exponentials of the keys, and the largest
 // |key| of each block of keys, [B, H, blocks].
-struct Preparation : Problem {
+struct KeyExponentials : Problem {
   View exponentials_out, ranges;
 };
 
@@ -52,8 +52,8 @@ struct AttentionKernels {
   cpu::Pass<Backward> grad_score_span;           // replaces both if rows have spans
   cpu::Pass<Backward> grad_inputs;               // feature slices of every gradient but the score's
   cpu::Pass<Backward> grad_value;                // feature slices of the value's gradient only
-  size_t (*prepare_scratch)(const cpu::Preparation&);
-  cpu::Pass<cpu::Preparation> prepare;
+  size_t (*key_exponentials_scratch)(const cpu::KeyExponentials&);
+  cpu::Pass<cpu::KeyExponentials> key_exponentials;
 };
 
 // clang-format off

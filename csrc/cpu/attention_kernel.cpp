@@ -40,12 +40,12 @@ class Scores {
   }
 
   // Prepare keys [from, to), at most kKeyBlock, for `tile`.
-  void prepare(int64_t from, int64_t to) {
+  void load_keys(int64_t from, int64_t to) {
     first = from;
     last = to;
     const int64_t n = to - from;
-    const bool kept = factorable() && a.exponentials.data && q_range <= kPreparedLimit;
-    if (kept && q_range > kSmallSumLimit) return take_kept();
+    const bool has_exponentials = factorable() && a.exponentials.data && q_range <= kExponentialsLimit;
+    if (has_exponentials && q_range > kSmallSumLimit) return take_exponentials();
     prefetch_apart(at<T>(key, item, from), key.row, n, depth);
     keys = gather(at<T>(key, item, from), key.row, n, depth, width, k_scratch);
     rows = q;
@@ -58,7 +58,7 @@ class Scores {
           double_tanh(keys, n, width, k_held);
           return take(Path::small, {k_held, width});
         }
-        if (kept) return take_kept();
+        if (has_exponentials) return take_exponentials();
         if (q_range + exponentials(keys, n, depth, width, k_held) <= kFactoredSumLimit)
           return take(Path::factored, {k_held, width});
       }
@@ -97,17 +97,19 @@ class Scores {
   bool factorable() const { return additive && a.score == Score::tanh; }
 
   // Set the keys that tiles read, and the matching form of the query rows.
-  void take(Path next, Rows<C> prepared) {
+  void take(Path next, Rows<C> next_keys) {
     if (held != next) {
       if (next == Path::small) double_tanh(q, item.rows, width, q_held);
       else exponentials(q, item.rows, depth, width, q_held);
     }
     held = path = next;
     rows = {q_held, width};
-    keys = prepared;
+    keys = next_keys;
   }
 
-  void take_kept() { take(Path::factored, {at<C>(a.exponentials, item, first), a.exponentials.row}); }
+  void take_exponentials() {
+    take(Path::factored, {at<C>(a.exponentials, item, first), a.exponentials.row});
+  }
 
   const Problem& a;
   const Item& item;
@@ -124,27 +126,27 @@ class Scores {
 
 // Compute the scores of all rows and keys of an item, in their columns.
 template <class T, class C>
-void fill(const Plan& plan, const Item& item, Scores<T, C> scores, Rows<C> out) {
+void compute_rows(const Plan& plan, const Item& item, Scores<T, C> scores, Rows<C> out) {
   const int64_t end = min(item.seen, (item.part + 1) * plan.keys);
   for (int64_t j = item.part * plan.keys; j < end; j += kKeyBlock) {
     const int64_t to = min(j + kKeyBlock, end);
-    scores.prepare(j, to);
+    scores.load_keys(j, to);
     scores.tile(0, item.rows, j, to, const_cast<C*>(out.data) + j, out.stride);
   }
 }
 
 template <class T, class C = typename Accumulate<T>::type>
-void scores(const Forward& a, const Plan& plan, int64_t index, void* memory) {
+void scores(const Forward& a, const Plan& plan, int64_t index, void* buffer) {
   const Item item(a, plan, index, parts(a.Tk, plan.keys));
-  Scratch<C> scratch = {static_cast<C*>(memory)};
+  Scratch<C> scratch = {static_cast<C*>(buffer)};
   const Rows<C> s = scores_of(a, plan, item, scratch);
-  fill(plan, item, Scores<T>(a, item, a.query, a.key, a.A, a.score_vector.data, scratch), s);
+  compute_rows(plan, item, Scores<T>(a, item, a.query, a.key, a.A, a.score_vector.data, scratch), s);
 }
 
 template <class T, class C = typename Accumulate<T>::type>
-void softmax(const Forward& a, const Plan& plan, int64_t index, void* memory) {
+void softmax(const Forward& a, const Plan& plan, int64_t index, void* buffer) {
   const Item item(a, plan, index, 1);
-  Scratch<C> scratch = {static_cast<C*>(memory)};
+  Scratch<C> scratch = {static_cast<C*>(buffer)};
   const Rows<C> s = scores_of(a, plan, item, scratch);
   const bool described = a.statistics.data;
   const auto statistics = [&](int64_t i) { return at<C>(a.statistics, item, i); };
@@ -200,10 +202,10 @@ void multiply(const Plan& plan, const C* p, int64_t p_row, int64_t p_col, int64_
 }
 
 template <class T, class C = typename Accumulate<T>::type>
-void context(const Forward& a, const Plan& plan, int64_t index, void* memory) {
+void context(const Forward& a, const Plan& plan, int64_t index, void* buffer) {
   const Item item(a, plan, index, parts(a.Dv, plan.columns));
   const int64_t c = item.part * plan.columns;
-  Scratch<C> scratch = {static_cast<C*>(memory)};
+  Scratch<C> scratch = {static_cast<C*>(buffer)};
   const Rows<C> p = scores_of(a, plan, item, scratch);
   multiply(plan, p.data, p.stride, 1, item.rows, item.seen, at<T>(a.value, item, 0) + c, a.value.row,
            min(plan.columns, a.Dv - c), (C)1, at<T>(a.context, item, item.row) + c, a.context.row,
@@ -213,9 +215,9 @@ void context(const Forward& a, const Plan& plan, int64_t index, void* memory) {
 // Run the whole forward for rows with spans: scores, weights and context of a band are computed in
 // turn in a matrix that stays in cache.
 template <class T, class C = typename Accumulate<T>::type>
-void forward_span(const Forward& a, const Plan& plan, int64_t index, void* memory) {
+void forward_span(const Forward& a, const Plan& plan, int64_t index, void* buffer) {
   const Item item(a, plan, index, 1);
-  Scratch<C> scratch = {static_cast<C*>(memory)};
+  Scratch<C> scratch = {static_cast<C*>(buffer)};
   Scores<T> scores(a, item, a.query, a.key, a.A, a.score_vector.data, scratch);
   const SeenByRows seen(a, item);
   C* matrix = scratch.take(band_scratch<C>(a));
@@ -226,7 +228,7 @@ void forward_span(const Forward& a, const Plan& plan, int64_t index, void* memor
   Flags<C> zeros = {};
   for_bands(0, item.rows, 0, item.seen, kLoose, seen, [&](const Band& band) {
     const int64_t n = band.to - band.from, stride = band_row<C>(n);
-    fill(band, seen, scores, matrix, stride);
+    compute_band(band, seen, scores, matrix, stride);
     multiply_by((C)a.scale, band.rows * stride, matrix);
     Own own[kMostRows];
     C top[kMostRows], mass[kMostRows];
@@ -259,11 +261,11 @@ void forward_span(const Forward& a, const Plan& plan, int64_t index, void* memor
 
 // Compute x_ij = grad_context_i . v_j, stored in grad_score.
 template <class T, class C = typename Accumulate<T>::type>
-void grad_weights(const Backward& a, const Plan& plan, int64_t index, void* memory) {
+void grad_weights(const Backward& a, const Plan& plan, int64_t index, void* buffer) {
   const Item item(a, plan, index, parts(a.Tk, plan.keys));
-  Scratch<C> scratch = {static_cast<C*>(memory)};
+  Scratch<C> scratch = {static_cast<C*>(buffer)};
   const Rows<C> x = {at<C>(a.grad_score, item, item.row), a.W};
-  fill(plan, item, Scores<T>(a, item, a.grad_context, a.value, a.Dv, false, scratch), x);
+  compute_rows(plan, item, Scores<T>(a, item, a.grad_context, a.value, a.Dv, false, scratch), x);
 }
 
 // Compute out_j = P_ij (x_j - sum_j P_ij x_j + grad_log_sum_exp_i) for the columns [from, to) of a
@@ -271,7 +273,7 @@ void grad_weights(const Backward& a, const Plan& plan, int64_t index, void* memo
 template <class C>
 void softmax_backward(const Backward& a, const Item& item, int64_t i, int64_t from, int64_t to, C scale,
                       C* x, C* out, Flags<C>& zeros) {
-  constexpr int W = Vector<C>::width;
+  constexpr int kLanes = Vector<C>::width;
   const int64_t n = to - from;
   const C* p = at<C>(a.weights, item, i) + from;
   if (a.grad_weights.data) {
@@ -279,13 +281,13 @@ void softmax_backward(const Backward& a, const Item& item, int64_t i, int64_t fr
     for (int64_t j = 0; j < n; ++j) x[j] += extra[j];
   }
   Vec<C> products = {};
-  for (int64_t j = 0; j < n; j += W) {
+  for (int64_t j = 0; j < n; j += kLanes) {
     const Vec<C> pj = load_part(p + j, n - j, (C)0);
     products += pj == 0 ? pj : pj * load_part(x + j, n - j, (C)0);
   }
   const C mean = sum<C>(products);  // x - mean is often exactly 0: the rest comes after
   const C rest = a.grad_log_sum_exp.data ? *at<C>(a.grad_log_sum_exp, item, i) : 0;
-  for (int64_t j = 0; j < n; j += W) {
+  for (int64_t j = 0; j < n; j += kLanes) {
     const Vec<C> pj = load_part(p + j, n - j, (C)1);
     const Vec<C> xj = load_part(x + j, n - j, (C)0);
     zeros |= pj == 0;
@@ -307,16 +309,16 @@ void grad_score(const Backward& a, const Plan& plan, int64_t index, void*) {
 
 // Run both passes for rows with spans, by bands.
 template <class T, class C = typename Accumulate<T>::type>
-void grad_score_span(const Backward& a, const Plan& plan, int64_t index, void* memory) {
+void grad_score_span(const Backward& a, const Plan& plan, int64_t index, void* buffer) {
   const Item item(a, plan, index, 1);
-  Scratch<C> scratch = {static_cast<C*>(memory)};
+  Scratch<C> scratch = {static_cast<C*>(buffer)};
   Scores<T> products(a, item, a.grad_context, a.value, a.Dv, false, scratch);
   const SeenByRows seen(a, item);
   C* matrix = scratch.take(band_scratch<C>(a));
   Flags<C> zeros = {};
   for_bands(0, item.rows, 0, item.seen, kLoose, seen, [&](const Band& band) {
     const int64_t stride = band_row<C>(band.to - band.from);
-    fill(band, seen, products, matrix, stride);
+    compute_band(band, seen, products, matrix, stride);
     for (int64_t r = 0; r < band.rows; ++r) {
       const Own own = own_of(seen(band.row + r), band);
       const int64_t row = item.row + band.row + r;
@@ -333,10 +335,10 @@ void grad_score_span(const Backward& a, const Plan& plan, int64_t index, void* m
 // effect.
 template <class T, class C>
 C pack_slice(const T* src, int64_t stride, int64_t n, int64_t width, bool finite, C* out) {
-  constexpr int W = Vector<C>::width;
+  constexpr int kLanes = Vector<C>::width;
   pack(src, stride, n, width, out);
   Vec<C> most = {};
-  for (C* x = out; x < out + n * 2 * W; x += W) {
+  for (C* x = out; x < out + n * 2 * kLanes; x += kLanes) {
     Vec<C> v = load(x);
     v = finite ? (v - v == 0 ? v : Vec<C>{}) : (v == v ? v : Vec<C>{});
     store(x, v);
@@ -349,11 +351,11 @@ C pack_slice(const T* src, int64_t stride, int64_t n, int64_t width, bool finite
 // Undo pack_slice and multiply each feature by its factor.
 template <class T, class C>
 void unpack_slice(const C* x, const C* factor, int64_t n, int64_t width, T* out, int64_t stride) {
-  constexpr int W = Vector<C>::width;
-  const Vec<C> f0 = load(factor), f1 = load(factor + W);
+  constexpr int kLanes = Vector<C>::width;
+  const Vec<C> f0 = load(factor), f1 = load(factor + kLanes);
   for (int64_t r = 0; r < n; ++r) {
-    put<T, C>(out + r * stride, load(x + r * 2 * W) * f0, width);
-    put<T, C>(out + r * stride + W, load(x + r * 2 * W + W) * f1, width - W);
+    put<T, C>(out + r * stride, load(x + r * 2 * kLanes) * f0, width);
+    put<T, C>(out + r * stride + kLanes, load(x + r * 2 * kLanes + kLanes) * f1, width - kLanes);
   }
 }
 
@@ -455,7 +457,7 @@ class StepGradient {
     if constexpr (sizeof(C) == 4)
       if (factorable) q_range = exponentials(Rows<C>{q, 0}, 1, width, wide, q_exp);
     near = q_range <= kSmallSumLimit;
-    prepared = a.exponentials.data && q_range <= kPreparedLimit;
+    has_exponentials = a.exponentials.data && q_range <= kExponentialsLimit;
   }
 
   void run() {
@@ -464,7 +466,7 @@ class StepGradient {
     for (int64_t j = 0; find(j, four);) {
       int64_t ahead = 0;
       const C* of_query = q;
-      const GradRows rows = prepare(four, of_query, ahead);
+      const GradRows rows = load_four(four, of_query, ahead);
       rows(of_query, four.k, four.gradient, wide, ahead, grad_q, grad_k, grad_w);
       for (int i = 0; keys && i < four.found; ++i)
         put_row(at<T>(a.grad_key, item, four.key[i]) + c, grad_k + i * wide);
@@ -505,8 +507,8 @@ class StepGradient {
 
   // Return the function of the path for these keys. The rows of keys and of the query are replaced
   // by its inputs; the next four rows lie `ahead` of the keys.
-  GradRows prepare(Four& four, const C*& of_query, int64_t& ahead) const {
-    const bool look = !prepared || near;  // read the keys themselves
+  GradRows load_four(Four& four, const C*& of_query, int64_t& ahead) const {
+    const bool look = !has_exponentials || near;  // read the keys themselves
     for (int i = 0; look && i < 4; ++i)
       four.k[i] = gather(at<T>(a.key, item, four.key[i]) + c, 0, 1, width, wide, k_scratch + i * wide).data;
     const bool keys = a.grad_key.data;
@@ -524,11 +526,11 @@ class StepGradient {
         return exponentials(Rows<C>{four.k[i], 0}, 1, width, wide, k_exp + i * wide);
       };
       const bool small = near && all_keys(range) <= kSmallSumLimit;  // no tanh(k) for one query
-      if (factorable && !small && (prepared || all_keys(factored) <= kFactoredSumLimit)) {
+      if (factorable && !small && (has_exponentials || all_keys(factored) <= kFactoredSumLimit)) {
         of_query = q_exp;
         for (int i = 0; i < 4; ++i)
-          four.k[i] = prepared ? at<C>(a.exponentials, item, four.key[i]) + c : k_exp + i * wide;
-        ahead = prepared ? 4 * a.exponentials.row : 0;
+          four.k[i] = has_exponentials ? at<C>(a.exponentials, item, four.key[i]) + c : k_exp + i * wide;
+        ahead = has_exponentials ? 4 * a.exponentials.row : 0;
         return keys ? grad_rows<C, Score::tanh, Path::factored, true>
                     : grad_rows<C, Score::tanh, Path::factored, false>;
       }
@@ -540,8 +542,9 @@ class StepGradient {
   }
 
   void put_row(T* out, const C* x) const {
-    constexpr int W = Vector<C>::width;
-    for (int64_t i = 0; i < width; i += W) put<T, C>(out + i, load(x + i) * load(factor + i), width - i);
+    constexpr int kLanes = Vector<C>::width;
+    for (int64_t i = 0; i < width; i += kLanes)
+      put<T, C>(out + i, load(x + i) * load(factor + i), width - i);
   }
 
   const Backward& a;
@@ -551,7 +554,7 @@ class StepGradient {
   const C* q;
   C *q_exp, *grad_q, *grad_w, *factor, *k_scratch, *k_exp, *grad_k;
   C q_range = 0;
-  bool factorable, near, prepared;  // near: the query is small, perhaps the keys too
+  bool factorable, near, has_exponentials;  // near: the query is small, perhaps the keys too
 };
 
 // Compute the gradients of query, key and weight, columns [c, c + width), dot score.
@@ -590,19 +593,19 @@ void grad_value_slice(const Backward& a, const Plan& plan, const Item& item, int
 }
 
 template <class T, class C = typename Accumulate<T>::type>
-void grad_value(const Backward& a, const Plan& plan, int64_t index, void* memory) {
+void grad_value(const Backward& a, const Plan& plan, int64_t index, void* buffer) {
   const int64_t slices = value_slices(a, plan);
   const Item item(a, index / slices);
-  grad_value_slice<T>(a, plan, item, index % slices * plan.columns, static_cast<C*>(memory));
+  grad_value_slice<T>(a, plan, item, index % slices * plan.columns, static_cast<C*>(buffer));
 }
 
 // Compute a slice of the features of query, key and weight, or of the columns of value.
 template <class T, class C = typename Accumulate<T>::type>
-void grad_inputs(const Backward& a, const Plan& plan, int64_t index, void* memory) {
+void grad_inputs(const Backward& a, const Plan& plan, int64_t index, void* buffer) {
   const int64_t features = feature_slices(a, plan), slices = features + value_slices(a, plan);
   const Item item(a, index / slices);
   const int64_t slice = index % slices;
-  C* scratch = static_cast<C*>(memory);
+  C* scratch = static_cast<C*>(buffer);
   if (slice >= features)
     return grad_value_slice<T>(a, plan, item, (slice - features) * plan.columns, scratch);
   const int64_t c = slice * plan.columns, width = min(plan.columns, a.A - c);
@@ -619,16 +622,16 @@ void grad_inputs(const Backward& a, const Plan& plan, int64_t index, void* memor
   if (a.grad_key.data && !a.key_bounds.data) clear<T>(a.grad_key, item, item.seen, a.Tk, c, width);
 }
 
-// ---- prepare ----------------------------------------------------------------------------------
+// ---- exponentials of the keys ----------------------------------------------------------------------------------
 
 // Compute e^{2 key} of a block of keys, and the largest |key| among them, ignoring NaN.
 template <class T, class C = typename Accumulate<T>::type>
-void prepare(const cpu::Preparation& a, const Plan&, int64_t index, void* memory) {
+void key_exponentials(const cpu::KeyExponentials& a, const Plan&, int64_t index, void* buffer) {
   if constexpr (sizeof(C) == 4) {
     const int64_t blocks = parts(a.Tk, kKeyBlock), width = round_up(a.A, kPadding);
     const Item item(a, index / blocks);
     const int64_t block = index % blocks, j = block * kKeyBlock, n = min(item.seen - j, kKeyBlock);
-    const Rows<C> k = gather(at<T>(a.key, item, j), a.key.row, n, a.A, width, static_cast<C*>(memory));
+    const Rows<C> k = gather(at<T>(a.key, item, j), a.key.row, n, a.A, width, static_cast<C*>(buffer));
     at<float>(a.ranges, item, 0)[block] =
         exponentials(k, n, a.A, width, at<float>(a.exponentials_out, item, j));
   }
@@ -696,7 +699,7 @@ size_t forward_scratch(const Forward& a, const Plan& plan) {
 size_t backward_scratch(const Backward& a, const Plan& plan) {
   return scratch_bytes(a.dtype, backward_elements<float>(a, plan), backward_elements<double>(a, plan));
 }
-size_t prepare_scratch(const cpu::Preparation& a) {
+size_t key_exponentials_scratch(const cpu::KeyExponentials& a) {
   const int64_t numbers = kKeyBlock * round_up(a.A, kPadding);
   return scratch_bytes(a.dtype, numbers, numbers);
 }
@@ -733,9 +736,11 @@ extern const AttentionKernels attention = {
                     ATTNFAST_BY_DTYPE(grad_inputs)},
     .grad_value = {[](const Backward& a, const Plan& plan) { return a.B * a.H * value_slices(a, plan); },
                    ATTNFAST_BY_DTYPE(grad_value)},
-    .prepare_scratch = prepare_scratch,
-    .prepare = {[](const cpu::Preparation& a, const Plan&) { return a.B * a.H * parts(a.Tk, kKeyBlock); },
-                ATTNFAST_BY_DTYPE(prepare)},
+    .key_exponentials_scratch = key_exponentials_scratch,
+    .key_exponentials = {[](const cpu::KeyExponentials& a, const Plan&) {
+                           return a.B * a.H * parts(a.Tk, kKeyBlock);
+                         },
+                         ATTNFAST_BY_DTYPE(key_exponentials)},
 };
 
 }  // namespace VARIANT

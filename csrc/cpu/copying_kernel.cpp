@@ -77,10 +77,10 @@ struct Row {
   C *mass, *first, *second, *third;  // scratch: N elements each
   const C* x;                        // the logits
 
-  Row(const Copying& a, int64_t index, void* memory)
+  Row(const Copying& a, int64_t index, void* buffer)
       : b(index / a.Tq), t(index % a.Tq), V(a.V), N(a.V + a.X), weights(at<const T>(a.weights, b, t)),
         source(a.source + b * a.Tk), gate(widen(*at<const T>(a.gate, b, t))) {
-    mass = static_cast<C*>(memory);
+    mass = static_cast<C*>(buffer);
     first = mass + round_up(N, 16);
     second = first + round_up(N, 16);
     third = second + round_up(N, 16);
@@ -110,20 +110,20 @@ void finish(const C* x, int64_t n, T* out) {
 }
 
 template <class T, class C = typename Accumulate<T>::type>
-void forward(const CopyForward& a, int64_t index, void* memory) {
-  constexpr int W = Vector<C>::width;
-  const Row<T, C> r(a, index, memory);
+void forward(const CopyForward& a, int64_t index, void* buffer) {
+  constexpr int kLanes = Vector<C>::width;
+  const Row<T, C> r(a, index, buffer);
   T* result = at<T>(a.distribution, r.b, r.t);
   C* out = computed(result, r.second);
   const int64_t V = r.V;
 
   Vec<C> highest = splat(-infinity<C>());
-  for (int64_t v = 0; v < V; v += W) {
+  for (int64_t v = 0; v < V; v += kLanes) {
     const Vec<C> x = load_part(r.x + v, V - v, -infinity<C>());
     highest = x > highest ? x : highest;
   }
   C top = -infinity<C>();
-  for (int i = 0; i < W; ++i) top = highest[i] > top ? highest[i] : top;
+  for (int i = 0; i < kLanes; ++i) top = highest[i] > top ? highest[i] : top;
   const Shift<C> most(top == -infinity<C>() ? 0 : top);
   const C total = sum_of<C>(V, [&](int64_t v, int64_t n) {
     const Vec<C> e = exp_below(load_part(r.x + v, n, -infinity<C>()), most);
@@ -134,14 +134,15 @@ void forward(const CopyForward& a, int64_t index, void* memory) {
   *at<double>(a.log_sum_exp, r.b, r.t) = log_sum_exp;
   if (!a.log) {
     const C scale = total == 0 ? 0 : r.gate.p / total;
-    for (int64_t v = 0; v < V; v += W) store_part(out + v, load_part(out + v, V - v, (C)0) * scale, V - v);
+    for (int64_t v = 0; v < V; v += kLanes)
+      store_part(out + v, load_part(out + v, V - v, (C)0) * scale, V - v);
     for (int64_t v = V; v < r.N; ++v) out[v] = 0;
     for (int64_t i = 0; i < a.Tk; ++i) out[r.source[i]] += r.gate.q * widen(r.weights[i]);
     return finish(out, r.N, result);
   }
   const Shift<C> shift(total == 0 ? 0 : log_sum_exp);
   const C low = r.gate.log_p - shift.low;
-  for (int64_t v = 0; v < V; v += W) {
+  for (int64_t v = 0; v < V; v += kLanes) {
     const Vec<C> y = load_part(r.x + v, V - v, (C)0) - shift.high + low;
     store_part(out + v, y == -infinity<C>() ? splat((C)kLowest) : y, V - v);
   }
@@ -167,7 +168,7 @@ struct Softmax {
 template <class T, class C>
 C backward_of_probabilities(const CopyBackward& a, const Row<T, C>& r, const Softmax<C>& softmax,
                             const C* G, C* out, T* grad_weights) {
-  constexpr int W = Vector<C>::width;
+  constexpr int kLanes = Vector<C>::width;
   const int64_t V = r.V;
   const C p = r.gate.p, q = r.gate.q;
   const C total = sum_of<C>(V, [&](int64_t v, int64_t n) {
@@ -175,7 +176,7 @@ C backward_of_probabilities(const CopyBackward& a, const Row<T, C>& r, const Sof
     store_part(out + v, S, n);
     return S == 0 ? Vec<C>{} : S * load_part(G + v, n, (C)0);
   });
-  for (int64_t v = 0; v < V; v += W) {
+  for (int64_t v = 0; v < V; v += kLanes) {
     const Vec<C> S = load_part(out + v, V - v, (C)0), g = load_part(G + v, V - v, (C)0);
     store_part(out + v, S * p * (g - total), V - v);
   }
@@ -195,7 +196,7 @@ C backward_of_probabilities(const CopyBackward& a, const Row<T, C>& r, const Sof
 template <class T, class C>
 C backward_of_logarithms(const CopyBackward& a, const Row<T, C>& r, const Softmax<C>& softmax,
                          double log_sum_exp, const C* G, C* out, T* grad_weights) {
-  constexpr int W = Vector<C>::width;
+  constexpr int kLanes = Vector<C>::width;
   const int64_t V = r.V;
   const C plain = sum_of<C>(V, [&](int64_t v, int64_t n) {
     const Vec<C> x = load_part(r.x + v, n, -infinity<C>());
@@ -213,7 +214,7 @@ C backward_of_logarithms(const CopyBackward& a, const Row<T, C>& r, const Softma
     else all += copied;
   }
   const C total = generated;
-  for (int64_t v = 0; v < V; v += W) {
+  for (int64_t v = 0; v < V; v += kLanes) {
     const Vec<C> x = load_part(r.x + v, V - v, -infinity<C>()), g = load_part(G + v, V - v, (C)0);
     store_part(out + v, x == -infinity<C>() ? Vec<C>{} : g - softmax(x) * total, V - v);
   }
@@ -227,8 +228,8 @@ C backward_of_logarithms(const CopyBackward& a, const Row<T, C>& r, const Softma
 }
 
 template <class T, class C = typename Accumulate<T>::type>
-void backward(const CopyBackward& a, int64_t index, void* memory) {
-  const Row<T, C> r(a, index, memory);
+void backward(const CopyBackward& a, int64_t index, void* buffer) {
+  const Row<T, C> r(a, index, buffer);
   const C* G = gather(at<const T>(a.grad_distribution, r.b, r.t), 0, 1, r.N, r.N, r.second).data;
   T* result = at<T>(a.grad_logits, r.b, r.t);
   T* grad_weights = at<T>(a.grad_weights, r.b, r.t);

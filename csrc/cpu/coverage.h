@@ -12,12 +12,12 @@ struct CoverageKernels {
   size_t (*backward_scratch)(const CoverageBackward&);
   cpu::Pass<CoverageBackward> backward;  // turns the weights' gradient into the scores'
 
-  // For steps that share their parameters: `features` and `kept` return the bytes of the packed
-  // parameters and of a sequence's row of partial sums. `prepare` fills in the former, `finish`
+  // For steps that share their parameters: `features_size` and `sums_size` return the bytes of the packed
+  // parameters and of a sequence's row of partial sums. `pack_parameters` fills in the former, `finish`
   // adds up the latter after the last step. `back` is true if a backward reads the features.
-  size_t (*features)(const Problem&, const History&, bool back);
-  size_t (*kept)(const CoverageBackward&);
-  void (*prepare)(const Problem&, const History&, bool back);
+  size_t (*features_size)(const Problem&, const History&, bool back);
+  size_t (*sums_size)(const CoverageBackward&);
+  void (*pack_parameters)(const Problem&, const History&, bool back);
   cpu::Pass<CoverageBackward> finish;
 };
 

@@ -31,24 +31,24 @@ bool in_place(const CoverageBackward& a) {
   return a.sums && a.grad_key.data && a.A == padded<C>(a.A);
 }
 
-// The buffers of an item. Padded to two vectors: A, K and the taps of a filter over all channels.
+// The buffers of an item. Padded to two vectors: A, K and window_size, the taps of a filter over all channels.
 template <class C>
-struct Place {
-  int64_t channels, K, found_row, W, A, taps;  // found_row: K padded
+struct Buffers {
+  int64_t channels, K, found_row, taps, A, window_size;  // found_row: K padded
   Signals<C> state;
   C *window, *found, *query, *key;
   C *filters, *packed_filters, *projection, *score_vector, *slope;  // parameters; slope: backward only
 
-  Place(const Problem& a, const History& h, Scratch<C>& scratch, bool back) {
+  Buffers(const Problem& a, const History& h, Scratch<C>& scratch, bool back) {
     K = h.filters_count;
-    W = K ? h.width : 1;
+    taps = K ? h.taps : 1;
     channels = h.channels;
     A = padded<C>(a.A);
     found_row = padded<C>(K);
-    taps = padded<C>(channels * W);
-    state.take(scratch, a.Tk, W);
+    window_size = padded<C>(channels * taps);
+    state.take(scratch, a.Tk, taps);
     if (!K) return;
-    window = scratch.take(kKeyBlock * taps);
+    window = scratch.take(kKeyBlock * window_size);
     found = scratch.take(kKeyBlock * found_row);
     query = scratch.take(A);
     key = scratch.take(kKeyBlock * A);
@@ -57,8 +57,8 @@ struct Place {
   }
 
   void take_parameters(Scratch<C>& room, bool back) {
-    filters = room.take(K * taps);
-    packed_filters = room.take(taps * found_row);
+    filters = room.take(K * window_size);
+    packed_filters = room.take(window_size * found_row);
     projection = room.take(K * A);
     score_vector = room.take(A);
     if (back) slope = room.take(A * found_row);
@@ -67,29 +67,30 @@ struct Place {
 
 // The buffers of an item in the backward.
 template <class C>
-struct BackwardPlace : Place<C> {
+struct BackwardBuffers : Buffers<C> {
   int64_t key_rows;  // of grad_key: 1, shared by all keys, if it is not needed
   Signals<C> grad, grad_before;
-  C *past, *grad_past, *moved;  // of a transition, see transition.h
+  C *past, *grad_past, *shifted;  // of a transition, see transition.h
   C *coverages, *grad_z, *grad_query, *grad_key, *grad_found, *grad_window, *product, *gemm_scratch;
   C *grad_score_vector, *grad_filters, *grad_projection;
 
-  BackwardPlace(const CoverageBackward& a, Scratch<C>& scratch) : Place<C>(a, a, scratch, true) {
-    const int64_t K = this->K, A = this->A, taps = this->taps, widest = A > taps ? A : taps;
+  BackwardBuffers(const CoverageBackward& a, Scratch<C>& scratch) : Buffers<C>(a, a, scratch, true) {
+    const int64_t K = this->K, A = this->A, window_size = this->window_size,
+                  widest = A > window_size ? A : window_size;
     key_rows = a.grad_key.data ? a.Tk : 1;
-    grad.take(scratch, a.Tk, this->W);
-    grad_before.take(scratch, a.Tk, this->W);
+    grad.take(scratch, a.Tk, this->taps);
+    grad_before.take(scratch, a.Tk, this->taps);
     const int64_t logarithms = a.transition_prob.data ? a.Tk : 0;
     past = take_logarithms(scratch, logarithms);
     grad_past = take_logarithms(scratch, logarithms);
-    moved = take_logarithms(scratch, logarithms);
+    shifted = take_logarithms(scratch, logarithms);
     coverages = scratch.take(a.Tq * a.Tk);
     if (!K) return;
     grad_z = scratch.take(kKeyBlock * A);
     grad_query = scratch.take(A);
     grad_key = scratch.take(in_place<C>(a) ? 0 : key_rows * A);
     grad_found = scratch.take(kKeyBlock * this->found_row);
-    grad_window = scratch.take(kKeyBlock * taps);
+    grad_window = scratch.take(kKeyBlock * window_size);
     product = scratch.take(K * widest);
     gemm_scratch = scratch.take(gemm_small_scratch<C>(kKeyBlock > K ? kKeyBlock : K, widest));
     take_sums(scratch);
@@ -97,7 +98,7 @@ struct BackwardPlace : Place<C> {
 
   void take_sums(Scratch<C>& room) {
     grad_score_vector = room.take(this->A);
-    grad_filters = room.take(this->K * this->taps);
+    grad_filters = room.take(this->K * this->window_size);
     grad_projection = room.take(this->K * this->A);
   }
 };
@@ -130,17 +131,20 @@ void copy(const C* from, int64_t n, C* to) {
   for (int64_t i = 0; i < n; ++i) to[i] = from[i];
 }
 
-// Pack the parameters of the features: filters [K, taps] and projection [K, A], rows padded with
+// Pack the parameters of the features: filters [K, window_size] and projection [K, A], rows padded with
 // zeros.
 template <class T, class C>
-void prepare_features(const Problem& a, const History& h, const Item& item, bool back, Place<C>& p) {
+void prepare_features(const Problem& a, const History& h, const Item& item, bool back, Buffers<C>& p) {
   const C *filters = row_of<C>(h.filters, item), *projection = row_of<C>(h.projection, item);
-  const int64_t taps = p.channels * p.W;
+  const int64_t window_size = p.channels * p.taps;
   for (int64_t k = 0; k < p.K; ++k) {
-    for (int64_t c = 0; c < p.taps; ++c) p.filters[k * p.taps + c] = c < taps ? filters[k * taps + c] : 0;
+    for (int64_t c = 0; c < p.window_size; ++c)
+      p.filters[k * p.window_size + c] = c < window_size ? filters[k * window_size + c] : 0;
     for (int64_t c = 0; c < p.A; ++c) p.projection[k * p.A + c] = c < a.A ? projection[c * p.K + k] : 0;
   }
-  pack_columns(taps, p.K, [&](int64_t c, int64_t k) { return filters[k * taps + c]; }, p.packed_filters);
+  pack_columns(
+      window_size, p.K, [&](int64_t c, int64_t k) { return filters[k * window_size + c]; },
+      p.packed_filters);
   const T* score_vector = at<T>(a.score_vector, item, 0);
   for (int64_t c = 0; c < p.A; ++c) p.score_vector[c] = c < a.A ? widen(score_vector[c]) : C{};
   if (!back) return;
@@ -153,22 +157,23 @@ void prepare_features(const Problem& a, const History& h, const Item& item, bool
 
 // Apply the filters around n keys and store found[i, k]; keys[i] are the positions of the keys.
 template <class C>
-void find(Place<C>& p, const int64_t* keys, int64_t n) {
+void find(Buffers<C>& p, const int64_t* keys, int64_t n) {
   for (int64_t i = 0; i < n; ++i) {
-    C* out = p.window + i * p.taps;
+    C* out = p.window + i * p.window_size;
     for (int64_t x = 0; x < p.channels; ++x) {
-      const C* from = p.state.channel[x] + keys[i] - p.W / 2;
-      for (int64_t c = 0; c < p.W; ++c) *out++ = from[c];
+      const C* from = p.state.channel[x] + keys[i] - p.taps / 2;
+      for (int64_t c = 0; c < p.taps; ++c) *out++ = from[c];
     }
-    for (int64_t c = p.channels * p.W; c < p.taps; ++c) *out++ = 0;
+    for (int64_t c = p.channels * p.taps; c < p.window_size; ++c) *out++ = 0;
   }
-  times_packed(p.window, p.taps, n, p.channels * p.W, p.packed_filters, p.K, p.found, p.found_row);
+  times_packed(p.window, p.window_size, n, p.channels * p.taps, p.packed_filters, p.K, p.found,
+               p.found_row);
 }
 
 // Compute z = q + k_j + sum_k found_jk U_k for J keys and two vectors of features from c on: z[2 j]
 // and z[2 j + 1].
 template <int J, class C>
-inline void features(const Place<C>& p, const C* q, const C* const* k, const C* found, int64_t c,
+inline void features(const Buffers<C>& p, const C* q, const C* const* k, const C* found, int64_t c,
                      Vec<C> (&z)[2 * J]) {
   constexpr int V = Vector<C>::width;
   for (Vec<C>& x : z) x = Vec<C>{};
@@ -204,7 +209,7 @@ inline void half_activations(const Vec<C> (&z)[N], Vec<C> (&s)[N]) {
 
 // Compute out[j] = sum_c w_c f(z_jc) for J keys.
 template <Score S, int J, class C>
-void features_tile(const Place<C>& p, const C* const* k, const C* found, C* out) {
+void features_tile(const Buffers<C>& p, const C* const* k, const C* found, C* out) {
   constexpr int V = Vector<C>::width;
   Vec<C> acc[J] = {};
   for (int64_t c = 0; c < p.A; c += 2 * V) {
@@ -221,7 +226,7 @@ void features_tile(const Place<C>& p, const C* const* k, const C* found, C* out)
 // Gather the rows of n keys at the given positions. The last row is repeated after them for code
 // that prefetches.
 template <class T, class C>
-void take_keys(const Problem& a, const Item& item, Place<C>& p, const int64_t* keys, int64_t n,
+void take_keys(const Problem& a, const Item& item, Buffers<C>& p, const int64_t* keys, int64_t n,
                const C** out) {
   for (int64_t i = 0; i < n; ++i)
     out[i] = gather(at<T>(a.key, item, keys[i]), 0, 1, a.A, p.A, p.key + i * p.A).data;
@@ -230,7 +235,7 @@ void take_keys(const Problem& a, const Item& item, Place<C>& p, const int64_t* k
 
 // Compute the additive scores of row t with the history's features in the activation.
 template <class T, class C>
-void scores_with_features(const Problem& a, const Item& item, int64_t t, Place<C>& p, C* out) {
+void scores_with_features(const Problem& a, const Item& item, int64_t t, Buffers<C>& p, C* out) {
   const C* q = gather(at<T>(a.query, item, t), 0, 1, a.A, p.A, p.query).data;
   if (q != p.query) copy(q, a.A, p.query);
   const auto tile = [&](bool four) {
@@ -258,7 +263,7 @@ void scores_with_features(const Problem& a, const Item& item, int64_t t, Place<C
 // -2. If there is only `one` filter, grad_z is added to grad_found and grad_projection here,
 // otherwise it is stored.
 template <Score S, int J, bool one, class C>
-void grad_tile(const BackwardPlace<C>& p, const C* const* k, const C* g, const C* found, C* const* grad_k,
+void grad_tile(const BackwardBuffers<C>& p, const C* const* k, const C* g, const C* found, C* const* grad_k,
                C* grad_z, C* grad_found) {
   constexpr int V = Vector<C>::width;
   Vec<C> f[J] = {};
@@ -321,7 +326,7 @@ struct KeysWithGradient {
 
   // Find such keys from key j on; return true if there are any.
   template <class T>
-  bool find(const CoverageBackward& a, const Item& item, const C* g, C scale, BackwardPlace<C>& p,
+  bool find(const CoverageBackward& a, const Item& item, const C* g, C scale, BackwardBuffers<C>& p,
             int64_t& j) {
     n = 0;
     for (; j < item.seen && n < kKeyBlock; ++j) {
@@ -341,7 +346,7 @@ struct KeysWithGradient {
 // gradients of row t's scores times the scale.
 template <class T, class C>
 void grad_features(const CoverageBackward& a, const Item& item, int64_t t, const C* g,
-                   BackwardPlace<C>& p) {
+                   BackwardBuffers<C>& p) {
   const C scale = a.scale;
   const C* q = gather(at<T>(a.query, item, t), 0, 1, a.A, p.A, p.query).data;
   if (q != p.query) copy(q, a.A, p.query);
@@ -368,16 +373,16 @@ void grad_features(const CoverageBackward& a, const Item& item, int64_t t, const
                    p.gemm_scratch);
         add_up(p.grad_projection, p.product, p.K * p.A);
       }
-      gemm_small(p.grad_found, 1, p.found_row, p.K, n, p.window, p.taps, p.taps, (C)1, p.product, p.taps,
-                 p.gemm_scratch);
-      add_up(p.grad_filters, p.product, p.K * p.taps);
+      gemm_small(p.grad_found, 1, p.found_row, p.K, n, p.window, p.window_size, p.window_size, (C)1,
+                 p.product, p.window_size, p.gemm_scratch);
+      add_up(p.grad_filters, p.product, p.K * p.window_size);
     }
-    gemm_small(p.grad_found, p.found_row, 1, n, p.K, p.filters, p.taps, p.taps, (C)1, p.grad_window, p.taps,
-               p.gemm_scratch);
+    gemm_small(p.grad_found, p.found_row, 1, n, p.K, p.filters, p.window_size, p.window_size, (C)1,
+               p.grad_window, p.window_size, p.gemm_scratch);
     for (int64_t i = 0; i < n; ++i)
       for (int64_t x = 0; x < p.channels; ++x)
-        add_up((x ? p.grad : p.grad_before).channel[x] + keys.at[i] - p.W / 2,
-               p.grad_window + i * p.taps + x * p.W, p.W);
+        add_up((x ? p.grad : p.grad_before).channel[x] + keys.at[i] - p.taps / 2,
+               p.grad_window + i * p.window_size + x * p.taps, p.taps);
   }
   if (!a.grad_query.data) return;
   T* out = at<T>(a.grad_query, item, t);
@@ -385,19 +390,19 @@ void grad_features(const CoverageBackward& a, const Item& item, int64_t t, const
 }
 
 template <class C>
-void begin_grad_features(const CoverageBackward& a, const Item& item, BackwardPlace<C>& p) {
+void begin_grad_features(const CoverageBackward& a, const Item& item, BackwardBuffers<C>& p) {
   if (in_place<C>(a)) p.grad_key = row_of<C>(a.grad_key, item);
   else
     for (C* x = p.grad_key; x < p.grad_key + p.key_rows * p.A; ++x) *x = 0;
-  Scratch<C> kept{a.kept.data ? row_of<C>(a.kept, item) : nullptr};
-  if (a.kept.data) return p.take_sums(kept);
+  Scratch<C> sums{a.parameter_sums.data ? row_of<C>(a.parameter_sums, item) : nullptr};
+  if (a.parameter_sums.data) return p.take_sums(sums);
   for (C* x = p.grad_score_vector; x < p.grad_score_vector + p.A; ++x) *x = 0;
-  for (C* x = p.grad_filters; x < p.grad_filters + p.K * p.taps; ++x) *x = 0;
+  for (C* x = p.grad_filters; x < p.grad_filters + p.K * p.window_size; ++x) *x = 0;
   for (C* x = p.grad_projection; x < p.grad_projection + p.K * p.A; ++x) *x = 0;
 }
 
 template <class T, class C>
-void put_grad_keys(const CoverageBackward& a, const Item& item, const BackwardPlace<C>& p) {
+void put_grad_keys(const CoverageBackward& a, const Item& item, const BackwardBuffers<C>& p) {
   for (int64_t j = 0; a.grad_key.data && !in_place<C>(a) && j < a.Tk; ++j)
     for (int64_t c = 0; c < a.A; ++c) {
       const C x = j < item.seen ? p.grad_key[j * p.A + c] : C{};
@@ -407,7 +412,7 @@ void put_grad_keys(const CoverageBackward& a, const Item& item, const BackwardPl
 }
 
 template <class C>
-void put_grad_parameters(const CoverageBackward& a, const Item& item, const BackwardPlace<C>& p) {
+void put_grad_parameters(const CoverageBackward& a, const Item& item, const BackwardBuffers<C>& p) {
   const auto put = [&](const View& v, int64_t i, C x) {
     C& out = row_of<C>(v, item)[i];
     out = a.sums ? out + x : x;
@@ -415,8 +420,9 @@ void put_grad_parameters(const CoverageBackward& a, const Item& item, const Back
   for (int64_t c = 0; a.grad_score_vector.data && c < a.A; ++c)
     put(a.grad_score_vector, c, -2 * p.grad_score_vector[c]);
   for (int64_t k = 0; a.grad_filters.data && k < p.K; ++k) {
-    const int64_t taps = p.channels * p.W;
-    for (int64_t c = 0; c < taps; ++c) put(a.grad_filters, k * taps + c, p.grad_filters[k * p.taps + c]);
+    const int64_t window_size = p.channels * p.taps;
+    for (int64_t c = 0; c < window_size; ++c)
+      put(a.grad_filters, k * window_size + c, p.grad_filters[k * p.window_size + c]);
     for (int64_t c = 0; c < a.A; ++c)
       put(a.grad_projection, c * p.K + k, 4 * p.score_vector[c] * p.grad_projection[k * p.A + c]);
   }

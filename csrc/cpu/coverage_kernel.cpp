@@ -20,8 +20,8 @@ void load_previous(const Problem& a, const History& h, const Item& item, C* out)
 }
 
 template <class C>
-void load_state(const Problem& a, const History& h, const Item& item, Place<C>& p) {
-  p.state.clear(a.Tk, p.W);
+void load_state(const Problem& a, const History& h, const Item& item, Buffers<C>& p) {
+  p.state.clear(a.Tk, p.taps);
   if (h.previous.data) load_previous(a, h, item, p.state.channel[0]);
   if (h.coverage_in.data) copy(row_of<C>(h.coverage_in, item), a.Tk, p.state.channel[1]);
 }
@@ -34,10 +34,10 @@ void load_logarithms(const C* x, int64_t Tk, C* out) {
 }
 
 template <class T, class C = typename Accumulate<T>::type>
-void forward(const CoverageForward& a, const Plan&, int64_t index, void* memory) {
+void forward(const CoverageForward& a, const Plan&, int64_t index, void* buffer) {
   const Item item(a, index);
-  Scratch<C> scratch{static_cast<C*>(memory)};
-  Place<C> p(a, a, scratch, false);
+  Scratch<C> scratch{static_cast<C*>(buffer)};
+  Buffers<C> p(a, a, scratch, false);
   C* past = take_logarithms(scratch, a.transition_prob.data ? a.Tk : 0);
   C *last = p.state.channel[0], *coverage = p.state.channel[1];
   load_state(a, a, item, p);
@@ -81,7 +81,7 @@ void forward(const CoverageForward& a, const Plan&, int64_t index, void* memory)
 // Compute the coverage before every row, as the forward does.
 template <class C>
 void cover_rows(const CoverageBackward& a, const Item& item, const C* inverse_fertility,
-                BackwardPlace<C>& p) {
+                BackwardBuffers<C>& p) {
   if (a.Tq) copy(p.state.channel[1], a.Tk, p.coverages);
   for (int64_t t = 1; t < a.Tq; ++t) {
     C* now = p.coverages + t * a.Tk;
@@ -98,7 +98,7 @@ class Rewind {
   const CoverageBackward& a;
   const Item item;
   Scratch<C> scratch;
-  BackwardPlace<C> p;
+  BackwardBuffers<C> p;
   const int64_t n;
   const C *const inverse_fertility, penalty, grad_loss;
   C *const grad_coverage, *const grad_inverse_fertility;
@@ -166,16 +166,16 @@ class Rewind {
     const bool transition = a.transition_prob.data;
     const C mean = weights_backward(t, weights, coverage, g);
     const C total = transition ? logarithms_backward(t) : 0;
-    p.grad_before.clear(a.Tk, p.W);
+    p.grad_before.clear(a.Tk, p.taps);
     C* grad_previous = p.grad_before.channel[0];
     softmax_backward(weights, coverage, mean, total, g);
     if (transition) {
       load_logarithms(t ? row(a.log_weights, t - 1) : row(a.previous), a.Tk, p.past);
       const C u = row(a.transition_prob)[t];
-      row(a.grad_transition_prob)[t] = transition_backward(u, n, a.Tk, p.past, g, p.moved, p.grad_past);
+      row(a.grad_transition_prob)[t] = transition_backward(u, n, a.Tk, p.past, g, p.shifted, p.grad_past);
     }
     if (p.K) {
-      p.state.clear(a.Tk, p.W);
+      p.state.clear(a.Tk, p.taps);
       if (t) copy(row(a.weights, t - 1), a.Tk, p.state.channel[0]);
       else if (a.previous.data) load_previous(a, a, item, p.state.channel[0]);
       copy(coverage, a.Tk, p.state.channel[1]);
@@ -186,8 +186,8 @@ class Rewind {
   }
 
  public:
-  Rewind(const CoverageBackward& a, int64_t index, void* memory)
-      : a(a), item(a, index), scratch{static_cast<C*>(memory)}, p(a, scratch), n(item.seen),
+  Rewind(const CoverageBackward& a, int64_t index, void* buffer)
+      : a(a), item(a, index), scratch{static_cast<C*>(buffer)}, p(a, scratch), n(item.seen),
         inverse_fertility(row(a.inverse_fertility)), penalty(number(a.penalty)),
         grad_loss(number(a.grad_loss)), grad_coverage(p.grad.channel[1]),
         grad_inverse_fertility(row(a.grad_inverse_fertility)) {}
@@ -199,7 +199,7 @@ class Rewind {
       if (!a.features) prepare_features<T>(a, a, item, true, p);
       begin_grad_features(a, item, p);
     }
-    p.grad.clear(a.Tk, p.W);
+    p.grad.clear(a.Tk, p.taps);
     if (a.grad_coverage_out.data) copy(row(a.grad_coverage_out), a.Tk, grad_coverage);
     if (a.transition_prob.data) fill(p.grad_past, a.Tk, (C)0);
     C* const grad_last = a.transition_prob.data ? p.grad_past : p.grad.channel[0];
@@ -207,7 +207,7 @@ class Rewind {
     for (int64_t j = 0; grad_inverse_fertility && !a.sums && j < a.Tk; ++j) grad_inverse_fertility[j] = 0;
     for (int64_t t = a.Tq - 1; t >= 0; --t) row_backward(t);
     if (p.K) put_grad_keys<T>(a, item, p);
-    if (p.K && !a.kept.data) put_grad_parameters(a, item, p);
+    if (p.K && !a.parameter_sums.data) put_grad_parameters(a, item, p);
     if (a.grad_penalty.data) *row(a.grad_penalty) = grad_penalty + (a.sums ? *row(a.grad_penalty) : 0);
     if (a.grad_coverage_in.data) copy(grad_coverage, a.Tk, row(a.grad_coverage_in));
     if (a.grad_previous.data) put_grad_previous();
@@ -227,35 +227,35 @@ class Rewind {
 };
 
 template <class T>
-void backward(const CoverageBackward& a, const Plan&, int64_t index, void* memory) {
-  Rewind<T>(a, index, memory).run();
+void backward(const CoverageBackward& a, const Plan&, int64_t index, void* buffer) {
+  Rewind<T>(a, index, buffer).run();
 }
 
 // ---- for steps that share their parameters ------------------------------------------------------
 
 template <class T, class C = typename Accumulate<T>::type>
-void prepare(const Problem& a, const History& h, bool back) {
+void pack_parameters(const Problem& a, const History& h, bool back) {
   Scratch<C> nowhere{nullptr};
-  Place<C> p(a, h, nowhere, back);
+  Buffers<C> p(a, h, nowhere, back);
   prepare_features<T>(a, h, Item(a, 0), back, p);
 }
 template <class C>
 size_t bytes_of_features(const Problem& a, const History& h, bool back) {
   Scratch<C> nowhere{nullptr}, room{nullptr};
-  Place<C>(a, h, nowhere, back).take_parameters(room, back);
+  Buffers<C>(a, h, nowhere, back).take_parameters(room, back);
   return (size_t)room.next;
 }
 template <class C>
 size_t bytes_kept(const CoverageBackward& a) {
   Scratch<C> nowhere{nullptr}, room{nullptr};
-  BackwardPlace<C>(a, nowhere).take_sums(room);
+  BackwardBuffers<C>(a, nowhere).take_sums(room);
   return (size_t)room.next;
 }
 template <class T, class C = typename Accumulate<T>::type>
 void finish(const CoverageBackward& a, const Plan&, int64_t index, void*) {
-  Scratch<C> nowhere{nullptr}, kept{row_of<C>(a.kept, Item(a, index))};
-  BackwardPlace<C> p(a, nowhere);
-  p.take_sums(kept);
+  Scratch<C> nowhere{nullptr}, sums{row_of<C>(a.parameter_sums, Item(a, index))};
+  BackwardBuffers<C> p(a, nowhere);
+  p.take_sums(sums);
   put_grad_parameters(a, Item(a, index), p);
 }
 
@@ -264,14 +264,14 @@ void finish(const CoverageBackward& a, const Plan&, int64_t index, void*) {
 template <class C>
 size_t forward_bytes(const CoverageForward& a) {
   Scratch<C> scratch{nullptr};
-  Place<C> p(a, a, scratch, false);
+  Buffers<C> p(a, a, scratch, false);
   take_logarithms(scratch, a.transition_prob.data ? a.Tk : 0);
   return (size_t)scratch.next;
 }
 template <class C>
 size_t backward_bytes(const CoverageBackward& a) {
   Scratch<C> scratch{nullptr};
-  BackwardPlace<C> p(a, scratch);
+  BackwardBuffers<C> p(a, scratch);
   return (size_t)scratch.next;
 }
 
@@ -291,18 +291,18 @@ extern const CoverageKernels coverage = {
     .backward_scratch = backward_scratch,
     .backward = {[](const CoverageBackward& a, const Plan&) { return a.B * a.H; },
                  ATTNFAST_BY_DTYPE(backward)},
-    .features =
+    .features_size =
         [](const Problem& a, const History& h, bool back) {
           const bool wide = a.dtype == Dtype::f64;
           return wide ? bytes_of_features<double>(a, h, back) : bytes_of_features<float>(a, h, back);
         },
-    .kept =
+    .sums_size =
         [](const CoverageBackward& a) {
           return a.dtype == Dtype::f64 ? bytes_kept<double>(a) : bytes_kept<float>(a);
         },
-    .prepare =
+    .pack_parameters =
         [](const Problem& a, const History& h, bool back) {
-          a.dtype == Dtype::f64 ? prepare<double>(a, h, back) : prepare<float>(a, h, back);
+          a.dtype == Dtype::f64 ? pack_parameters<double>(a, h, back) : pack_parameters<float>(a, h, back);
         },
     .finish = {[](const CoverageBackward& a, const Plan&) { return a.filters_count ? a.B * a.H : 0; },
                ATTNFAST_BY_DTYPE(finish)},

@@ -67,7 +67,7 @@ class Search {
         attention(static_cast<const Problem&>(a.even.attention)) {}
 
   void run() {
-    room.layer.fill(a.even, member);
+    room.layer.pack(a.even, member);
     pack_words();
     member.share(a.B, [&](int64_t b) { begin(b); });
     for (int64_t t = 0; attention.B && t < a.most; ++t) {
@@ -90,7 +90,7 @@ class Search {
     const View query = of.query;
     of = attention;
     of.query = query;
-    move_on(of.key_bounds, t, sizeof(int64_t));
+    shift_to_step(of.key_bounds, t, sizeof(int64_t));
     return step;
   }
 

@@ -12,15 +12,15 @@ const LinearKernels& kernels() {
   return chosen;
 }
 
-#define ATTNFAST_LINEAR(X)              \
-  X(Tensor, input, sizes, own, {M, K})  \
-  X(Tensor, weight, sizes, own, {N, K}) \
-  X(Optional, bias, sizes, own, {N})
-#define ATTNFAST_LINEAR_BACKWARD(X)          \
-  X(Tensor, grad_output, sizes, own, {M, N}) \
-  X(Tensor, input, sizes, own, {M, K})       \
-  X(Tensor, weight, sizes, own, {N, K})      \
-  X(bool, need_grad_input, any)              \
+#define ATTNFAST_LINEAR(X)                \
+  X(Tensor, input, sizes, dtype, {M, K})  \
+  X(Tensor, weight, sizes, dtype, {N, K}) \
+  X(Optional, bias, sizes, dtype, {N})
+#define ATTNFAST_LINEAR_BACKWARD(X)            \
+  X(Tensor, grad_output, sizes, dtype, {M, N}) \
+  X(Tensor, input, sizes, dtype, {M, K})       \
+  X(Tensor, weight, sizes, dtype, {N, K})      \
+  X(bool, need_grad_input, any)                \
   X(bool, need_grad_parameters, any)
 
 struct LinearChecker : ArgumentChecker {
@@ -29,7 +29,7 @@ struct LinearChecker : ArgumentChecker {
   template <class Arguments>
   explicit LinearChecker(const Arguments& given) : ArgumentChecker(Arguments::kOperator, given.input) {
     check(given.input.dim() == 2 && given.input.is_cpu(), "input");
-    check(own == ScalarType::Float || own == ScalarType::Double, "input");
+    check(dtype == ScalarType::Float || dtype == ScalarType::Double, "input");
     check(given.weight.dim() == 2, "weight");
     M = given.input.size(0);
     K = given.input.size(1);
@@ -66,7 +66,7 @@ LinearOutputs linear(const LinearArguments& given) {
   const LinearArguments::ArgumentChecker fit(given);
   const Tensor input = packed(given.input), weight = packed(given.weight);
   const Tensor bias = given.bias ? packed(*given.bias) : weight;
-  const Tensor output = empty(kCpu, {fit.M, fit.N}, fit.own);
+  const Tensor output = empty(kCpu, {fit.M, fit.N}, fit.dtype);
   multiply({.dtype = dtype_of(input),
             .M = fit.M,
             .N = fit.N,
@@ -86,9 +86,9 @@ LinearGradients linear_backward(const LinearBackwardArguments& given) {
   const LinearBackwardArguments::ArgumentChecker fit(given);
   const Tensor grad = packed(given.grad_output), input = packed(given.input), weight = packed(given.weight);
   const int64_t M = fit.M, N = fit.N, K = fit.K;
-  const Tensor grad_input = empty_if(given.need_grad_input, input, {M, K}, fit.own);
-  const Tensor grad_weight = empty_if(given.need_grad_parameters, input, {N, K}, fit.own);
-  const Tensor grad_bias = empty_if(given.need_grad_parameters, input, {N}, fit.own);
+  const Tensor grad_input = empty_if(given.need_grad_input, input, {M, K}, fit.dtype);
+  const Tensor grad_weight = empty_if(given.need_grad_parameters, input, {N, K}, fit.dtype);
+  const Tensor grad_bias = empty_if(given.need_grad_parameters, input, {N}, fit.dtype);
   Product of_both = {.dtype = dtype_of(input), .left = data_or_sentinel(grad)};
   if (given.need_grad_input) {
     Product a = of_both;

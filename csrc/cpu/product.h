@@ -63,10 +63,10 @@ template <int R, bool skip_zeros, class C>
 inline __attribute__((always_inline)) void gemm_small_block(const C* p, int64_t p_row, int64_t p_col,
                                                             int64_t n, const C* v, int64_t v_row,
                                                             Vec<C> (&acc)[R][2]) {
-  constexpr int W = Vector<C>::width;
+  constexpr int kLanes = Vector<C>::width;
   for (int r = 0; r < R; ++r) acc[r][0] = acc[r][1] = Vec<C>{};
   for (int64_t k = 0; k < n; ++k, p += p_col, v += v_row) {
-    const Vec<C> v0 = load(v), v1 = load(v + W);
+    const Vec<C> v0 = load(v), v1 = load(v + kLanes);
     for (int r = 0; r < R; ++r) {
       const C x = p[r * p_row];
       if (skip_zeros && x == 0) continue;
@@ -102,7 +102,7 @@ template <int R, bool weights, bool more, class C, class O>
 __attribute__((noinline)) void gemm_small_tile(const C* p, int64_t p_row, int64_t p_col, int64_t n,
                                                const C* v, int64_t v_row, C scale, O* out,
                                                int64_t out_stride, int64_t width) {
-  constexpr int W = Vector<C>::width;
+  constexpr int kLanes = Vector<C>::width;
   Vec<C> acc[R][2];
   gemm_small_sums<R, false>(p, p_row, p_col, n, v, v_row, acc);
   if constexpr (weights) {
@@ -113,11 +113,11 @@ __attribute__((noinline)) void gemm_small_tile(const C* p, int64_t p_row, int64_
   for (int r = 0; r < R; ++r) {
     if constexpr (more) {
       add(out + r * out_stride, acc[r][0] * scale);
-      add(out + r * out_stride + W, acc[r][1] * scale);
+      add(out + r * out_stride + kLanes, acc[r][1] * scale);
       continue;
     }
     put<O, C>(out + r * out_stride, acc[r][0] * scale, width);
-    put<O, C>(out + r * out_stride + W, acc[r][1] * scale, width - W);
+    put<O, C>(out + r * out_stride + kLanes, acc[r][1] * scale, width - kLanes);
   }
 }
 
@@ -145,11 +145,11 @@ void gemm_small_packed(const C* p, int64_t p_row, int64_t p_col, int64_t rows, i
 // Scale a matrix that was computed elsewhere; return true if all elements are finite.
 template <class C>
 bool is_finite(C* x, int64_t stride, int64_t rows, int64_t width, C scale) {
-  constexpr int W = Vector<C>::width;
+  constexpr int kLanes = Vector<C>::width;
   Vec<C> check = {};
   for (int64_t r = 0; r < rows; ++r, x += stride) {
     int64_t c = 0;
-    for (; c + W <= width; c += W) {
+    for (; c + kLanes <= width; c += kLanes) {
       const Vec<C> v = load(x + c) * scale;
       if (scale != 1) store(x + c, v);
       check += v * 0;
@@ -167,8 +167,8 @@ bool is_finite(C* x, int64_t stride, int64_t rows, int64_t width, C scale) {
 template <class T, class C, class O>
 void gemm_small_row(const C* p, int64_t p_col, int64_t n, const T* v, int64_t v_stride, int64_t width,
                     C scale, O* out, C* acc) {
-  constexpr int W = Vector<C>::width;
-  for (int64_t c = 0; c < round_up(width, W); ++c) acc[c] = 0;
+  constexpr int kLanes = Vector<C>::width;
+  for (int64_t c = 0; c < round_up(width, kLanes); ++c) acc[c] = 0;
   for (int64_t k = 0;;) {
     const T* row[4];
     C x[4] = {};
@@ -184,22 +184,22 @@ void gemm_small_row(const C* p, int64_t p_col, int64_t n, const T* v, int64_t v_
       acc[c] += (x[0] * widen(row[0][c]) + x[1] * widen(row[1][c])) +
                 (x[2] * widen(row[2][c]) + x[3] * widen(row[3][c]));
   }
-  for (int64_t c = 0; c < width; c += W) put<O, C>(out + c, load(acc + c) * scale, width - c);
+  for (int64_t c = 0; c < width; c += kLanes) put<O, C>(out + c, load(acc + c) * scale, width - c);
 }
 
 // Pack `n` rows, two vectors of columns at a time, with zeros past `width`.
 template <class T, class C>
 void pack(const T* v, int64_t stride, int64_t n, int64_t width, C* out) {
-  constexpr int W = Vector<C>::width;
-  for (int64_t k = 0; k < n; ++k, v += stride, out += 2 * W) {
+  constexpr int kLanes = Vector<C>::width;
+  for (int64_t k = 0; k < n; ++k, v += stride, out += 2 * kLanes) {
     if constexpr (sizeof(T) == sizeof(C)) {
-      if (width >= 2 * W) {
+      if (width >= 2 * kLanes) {
         store(out, load(v));
-        store(out + W, load(v + W));
+        store(out + kLanes, load(v + kLanes));
         continue;
       }
     }
-    for (int64_t i = 0; i < 2 * W; ++i) out[i] = i < width ? widen(v[i]) : C{};
+    for (int64_t i = 0; i < 2 * kLanes; ++i) out[i] = i < width ? widen(v[i]) : C{};
   }
 }
 
@@ -226,14 +226,14 @@ void transpose(const C* rows, int64_t stride, int64_t n, int64_t columns, C* out
 template <class T, class C, class O>
 void gemm_small(const C* p, int64_t p_row, int64_t p_col, int64_t rows, int64_t n, const T* v,
                 int64_t v_stride, int64_t width, C scale, O* out, int64_t out_stride, C* scratch) {
-  constexpr int W = Vector<C>::width;
+  constexpr int kLanes = Vector<C>::width;
   if (rows < 3 || n < 3) {  // too few to repay packing
     for (int64_t r = 0; r < rows; ++r)
       gemm_small_row(p + r * p_row, p_col, n, v, v_stride, width, scale, out + r * out_stride, scratch);
     return;
   }
-  for (int64_t c = 0; c < width; c += 2 * W) {
-    const int64_t part = min(width - c, 2 * W);
+  for (int64_t c = 0; c < width; c += 2 * kLanes) {
+    const int64_t part = min(width - c, 2 * kLanes);
     pack(v + c, v_stride, n, part, scratch);
     gemm_small_packed<true>(p, p_row, p_col, rows, n, scratch, scale, out + c, out_stride, part);
   }
@@ -241,8 +241,8 @@ void gemm_small(const C* p, int64_t p_row, int64_t p_col, int64_t rows, int64_t 
 
 template <class C>
 int64_t gemm_small_scratch(int64_t n, int64_t width) {
-  constexpr int W = Vector<C>::width;
-  return n * 2 * W + round_up(width, W);
+  constexpr int kLanes = Vector<C>::width;
+  return n * 2 * kLanes + round_up(width, kLanes);
 }
 
 }  // namespace

@@ -108,12 +108,12 @@ struct HistorySums {
   void finish(const RecurrentBackwardArguments& given, const LayerChecker& fit, const RecurrentBackward& a,
               RecurrentGradients& grads) const {
     if (given.need_grad_parameters && given.filters) {
-      grads.grad_filters = sum_of_parts(parts.filters, {0}, false, fit.own);
-      grads.grad_projection = sum_of_parts(parts.projection, {0}, false, fit.own);
+      grads.grad_filters = sum_of_parts(parts.filters, {0}, false, fit.dtype);
+      grads.grad_projection = sum_of_parts(parts.projection, {0}, false, fit.dtype);
     }
-    if (given.need_grad_parameters && given.penalty) grads.grad_penalty = parts.of_penalty(1, fit.own);
+    if (given.need_grad_parameters && given.penalty) grads.grad_penalty = parts.of_penalty(1, fit.dtype);
     if (!fit.K || !given.need_grad_key) return;
-    grads.grad_score_vector = sum_of_parts(parts.score_vector, {0, 2}, false, fit.own);
+    grads.grad_score_vector = sum_of_parts(parts.score_vector, {0, 2}, false, fit.dtype);
     Backward all = static_cast<const Backward&>(a.attention);
     all.Tq = fit.T;
     grads.grad_value = gradient_of_rows(true, *given.value, all.grad_value);
@@ -150,7 +150,8 @@ RecurrentOutputs recurrent(const RecurrentArguments& given) {
     put_attention(given, fit, a, step, keep);
     step.query = a.queries.data ? a.queries : states_of_last(a);
     step.context = a.contexts;
-    if (!fit.K) keep.push_back(given.prepared ? packed(*given.prepared) : cpu::exponentials_of(step));
+    if (!fit.K)
+      keep.push_back(given.key_exponentials ? packed(*given.key_exponentials) : cpu::exponentials_of(step));
     if (!fit.K && keep.back().numel()) step.exponentials = view(keep.back());
     plan.attention = plan_by_rows(step);
     if (given.coverage) put_past(given, fit, a, keep);
@@ -173,7 +174,7 @@ RecurrentGradients recurrent_backward(const RecurrentBackwardArguments& given) {
     Backward& step = a.attention;
     put_attention(given, fit, a, step, keep);
     step.query = a.queries.data ? a.queries : states_of_last(a);
-    step.weights = kept(given.weights, keep);
+    step.weights = packed_view(given.weights, keep);
     step.grad_weights = result_of(given.grad_weights, keep);
     step.grad_score_returned = true;
     if (!fit.K) keep.push_back(cpu::exponentials_of(step));
@@ -199,14 +200,14 @@ RecurrentGradients recurrent_backward(const RecurrentBackwardArguments& given) {
 
 // ---- packed weights -----------------------------------------------------------------------------
 
-#define ATTNFAST_PACK(X)                              \
-  X(Tensor, weight_ih, sizes, own, {G * H, E + F})    \
-  X(Tensor, weight_hh, sizes, own, {G * H, H})        \
-  X(Optional, bias_ih, sizes, sums, {G * H})          \
-  X(Optional, bias_hh, sizes, sums, {G * H})          \
-  X(Optional, weight_query, sizes, own, {A, H})       \
-  X(Optional, weight_output, sizes, own, {F, Dv + H}) \
-  X(int64_t, feed_size, any)                          \
+#define ATTNFAST_PACK(X)                                \
+  X(Tensor, weight_ih, sizes, dtype, {G * H, E + F})    \
+  X(Tensor, weight_hh, sizes, dtype, {G * H, H})        \
+  X(Optional, bias_ih, sizes, sum_dtype, {G * H})       \
+  X(Optional, bias_hh, sizes, sum_dtype, {G * H})       \
+  X(Optional, weight_query, sizes, dtype, {A, H})       \
+  X(Optional, weight_output, sizes, dtype, {F, Dv + H}) \
+  X(int64_t, feed_size, any)                            \
   X(std::string, mode, any)
 
 struct PackChecker : ArgumentChecker {
@@ -217,7 +218,7 @@ struct PackChecker : ArgumentChecker {
       : ArgumentChecker(Arguments::kOperator, given.weight_ih), G(gates_of(cell_of(given.mode))),
         F(given.feed_size), Dv(given.feed_size) {
     check(given.weight_ih.dim() == 2 && given.weight_ih.is_cpu(), "weight_ih");
-    check(own == sums || own == ScalarType::BFloat16, "weight_ih");
+    check(dtype == sum_dtype || dtype == ScalarType::BFloat16, "weight_ih");
     check(given.weight_hh.dim() == 2, "weight_hh");
     check(between(F, 0, given.weight_ih.size(1)), "feed_size");
     E = given.weight_ih.size(1) - F;
@@ -237,7 +238,7 @@ PackedWeights pack_recurrent(const PackArguments& given) {
   const PackArguments::ArgumentChecker fit(given);
   KeepAlive keep;
   Layer a{};
-  a.dtype = fit.own == ScalarType::Double ? Dtype::f64 : Dtype::f32;
+  a.dtype = fit.dtype == ScalarType::Double ? Dtype::f64 : Dtype::f32;
   a.cell = cell_of(given.mode);
   a.layers = 1;
   a.E = fit.E;
@@ -247,8 +248,8 @@ PackedWeights pack_recurrent(const PackArguments& given) {
   a.output_dim = given.weight_output ? fit.F : 0;
   a.Dv = fit.Dv;
   put_weights(given, a, keep);
-  a.bias_ih = kept(given.bias_ih, keep);
-  a.bias_hh = kept(given.bias_hh, keep);
+  a.bias_ih = packed_view(given.bias_ih, keep);
+  a.bias_hh = packed_view(given.bias_hh, keep);
   const Tensor out = empty(kCpu, {static_cast<int64_t>(kernels().packed(a))}, ScalarType::Byte);
   a.B = 32;  // as much work as 32 sequences make
   const int64_t threads = threads_for(a);
@@ -263,17 +264,17 @@ PackedWeights pack_recurrent(const PackArguments& given) {
 // ---- greedy search ------------------------------------------------------------------------------
 
 #define ATTNFAST_SEARCH(X)                                        \
-  X(Tensor, embedding, sizes, own, {V, E})                        \
+  X(Tensor, embedding, sizes, dtype, {V, E})                      \
   X(Tensor, weight_vocab, sizes, of_weights, {V, R})              \
   X(Tensor, limits, sizes, ScalarType::Long, {B})                 \
   ATTNFAST_LAYER_PARAMETERS(X)                                    \
   X(Optional, weight_readout, sizes, of_weights, {R, H + Dv + E}) \
-  X(Optional, bias_readout, sizes, own, {R})                      \
-  X(Optional, bias_vocab, sizes, own, {V})                        \
+  X(Optional, bias_readout, sizes, dtype, {R})                    \
+  X(Optional, bias_vocab, sizes, dtype, {V})                      \
   X(Optional, mask, terms, ScalarType::Bool, {1, Tk})             \
   ATTNFAST_LENGTHS(X)                                             \
   X(Optional, key_bounds, spans)                                  \
-  X(Optional, prepared, exponentials, given.score)                \
+  X(Optional, key_exponentials, exponentials, given.score)        \
   ATTNFAST_LAYER_OPTIONS(X)                                       \
   X(double, embedding_scale, any)                                 \
   X(int64_t, begin, between, 0, V - 1)                            \
@@ -309,12 +310,12 @@ void put_rooms(const SearchArguments& given, const SearchArguments::ArgumentChec
                KeepAlive& keep) {
   const auto room = [&](bool wanted, int64_t columns) {
     if (!wanted) return View{};
-    keep.push_back(empty(kCpu, {a.B, 1, columns}, fit.own));
+    keep.push_back(empty(kCpu, {a.B, 1, columns}, fit.dtype));
     return rows_of(keep.back());
   };
   RecurrentForward &even = a.even, &odd = a.odd;
   even.input = room(true, even.E);
-  even.gates = room(kept_of(even.cell), 4 * even.H);
+  even.gates = room(saved_of(even.cell), 4 * even.H);
   even.queries = room(given.weight_query || given.attends_first, even.A);
   even.contexts = room(true, even.Dv);
   even.attention.weights = room(true, even.Tk);
@@ -354,18 +355,19 @@ GreedySearchOutputs greedy_search(const SearchArguments& given) {
   a.hidden = step.hidden;
   a.first_cell = step.first_cell;
   a.feed = step.feed;
-  a.embedding = kept(given.embedding, keep);
+  a.embedding = packed_view(given.embedding, keep);
   a.weight_readout = weight_of(given.weight_readout, step.narrow, keep);
   a.weight_vocab = weight_of(given.weight_vocab, step.narrow, keep);
-  a.bias_readout = kept(given.bias_readout, keep);
-  a.bias_vocab = kept(given.bias_vocab, keep);
+  a.bias_readout = packed_view(given.bias_readout, keep);
+  a.bias_vocab = packed_view(given.bias_vocab, keep);
   a.embedding_scale = given.embedding_scale;
   keep.push_back(packed(given.limits));
   a.limits = static_cast<const int64_t*>(data_or_sentinel(keep.back()));
   const Tensor words = empty(kCpu, {a.B, a.most}, ScalarType::Long);
   a.words = static_cast<int64_t*>(data_or_sentinel(words));
   put_attention(given, fit, step, step.attention, keep);
-  keep.push_back(given.prepared ? packed(*given.prepared) : cpu::exponentials_of(step.attention));
+  keep.push_back(given.key_exponentials ? packed(*given.key_exponentials)
+                                        : cpu::exponentials_of(step.attention));
   if (keep.back().numel()) step.attention.exponentials = view(keep.back());
   put_rooms(given, fit, a, keep);
   const int64_t of_words = a.R * (a.V + (given.weight_readout ? step.H + step.Dv : 0));

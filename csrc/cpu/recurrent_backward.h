@@ -27,7 +27,7 @@ struct BackwardRoom {
   Panels<C> input, fed, hidden, above, query, context, output;  // the last two of weight_output
   C *to_state, *to_cell;  // gradients of a step's state and cell, [layers, B, H]
   void* features;
-  View kept;  // of a history's filters, [B]
+  View parameter_sums;  // of a history's filters, [B]
   std::vector<ParameterGradient<C>> gradients;
 
   BackwardRoom(const RecurrentBackward& a, Scratch<C>& room) {
@@ -44,8 +44,8 @@ struct BackwardRoom {
     to_state = room.take(a.layers * a.B * a.H);
     to_cell = room.take(a.layers * a.B * a.H);
     if ((features = take_features(a.attention, a.attention, true, room))) {
-      kept.batch = VARIANT::coverage.kept(a.attention) / sizeof(C);
-      kept.data = room.take(a.B * kept.batch);
+      parameter_sums.batch = VARIANT::coverage.sums_size(a.attention) / sizeof(C);
+      parameter_sums.data = room.take(a.B * parameter_sums.batch);
     }
     if (a.grad_weight_ih.data) list_gradients(a, gates, room);
   }
@@ -127,7 +127,7 @@ class BackwardPass {
     const int64_t states = blocks(a, plan, units);
     member.share(a.layers * states,
                  [&](int64_t item) { write_initial_grads(item / states, Block(a, plan, item % states)); });
-    if (room.kept.data) finish_history();
+    if (room.parameter_sums.data) finish_history();
     if (a.grad_input.data) grad_to_inputs();
     if (!room.gradients.empty()) grad_to_parameters();
   }
@@ -216,7 +216,7 @@ class BackwardPass {
   void attend_back(int64_t t) {
     CoverageBackward step = step_of<C>(a, t);
     step.features = room.features;
-    step.kept = room.kept;
+    step.parameter_sums = room.parameter_sums;
     const AttentionKernels& passes = VARIANT::attention;
     const auto run = [&](const auto&... each) { run_passes(step, plan.attention, member, own, each...); };
     if (step.key_bounds.data) return run(passes.grad_score_span, passes.grad_inputs);
@@ -231,8 +231,8 @@ class BackwardPass {
   void begin_history() {
     const CoverageBackward& h = a.attention;
     member.share(a.B, [&](int64_t b) {
-      if (b == 0 && room.features) prepare_once(h, room.features, true);
-      if (room.kept.data) clear(row<C>(room.kept, b), room.kept.batch);
+      if (b == 0 && room.features) pack_parameters_once(h, room.features, true);
+      if (room.parameter_sums.data) clear(row<C>(room.parameter_sums, b), room.parameter_sums.batch);
       const C* const rate = h.inverse_fertility.data ? row<C>(h.inverse_fertility, b) : nullptr;
       const C* before = row<C>(h.coverage_in, b);
       for (int64_t t = 0; t < a.T; ++t) {
@@ -252,7 +252,7 @@ class BackwardPass {
   void finish_history() {
     CoverageBackward all = a.attention;
     all.features = room.features;
-    all.kept = room.kept;
+    all.parameter_sums = room.parameter_sums;
     run_passes(all, plan.attention, member, own, VARIANT::coverage.finish);
   }
 
@@ -260,13 +260,14 @@ class BackwardPass {
   // output.
   void add_attended(int64_t t, const Block& block, C* x) {
     if (!a.attends || t >= a.T) return;
-    const Sources<C> asked = of_step<C>(a.attention.grad_query, block.b, t);
+    const Sources<C> grad_query = of_step<C>(a.attention.grad_query, block.b, t);
     if (a.weight_query.data) {
-      multiply_panel(asked.data, asked.stride, 1, block.rows, a.A, room.query.at(block.panel), x);
+      multiply_panel(grad_query.data, grad_query.stride, 1, block.rows, a.A, room.query.at(block.panel), x);
     } else {
       for (int64_t r = 0; r < block.rows; ++r)
         for_vectors<C>(a.H - block.panel * P, [&](int64_t c, int64_t n) {
-          add(x + r * P + c, load_part(asked.data + r * asked.stride + block.panel * P + c, n, (C)0));
+          add(x + r * P + c,
+              load_part(grad_query.data + r * grad_query.stride + block.panel * P + c, n, (C)0));
         });
     }
     if (!a.weight_output.data) return;
@@ -281,7 +282,7 @@ class BackwardPass {
   void step_back(int64_t t, int64_t layer) {
     by_cell(a.cell, [&](auto known) {
       member.share(blocks(a, plan, units),
-                   [&](int64_t item) { move_back_block(known, t, layer, Block(a, plan, item)); });
+                   [&](int64_t item) { backward_block(known, t, layer, Block(a, plan, item)); });
     });
     const int64_t states = blocks(a, plan, units);
     const bool more = layer || a.attends_first || t || a.grad_feed.data;
@@ -293,12 +294,12 @@ class BackwardPass {
   }
 
   template <class Known>
-  void move_back_block(Known, int64_t t, int64_t layer, const Block& block) {
+  void backward_block(Known, int64_t t, int64_t layer, const Block& block) {
     alignas(64) C x[kMostBatch * P];
     clear(x, block.rows * P);
     if (layer == a.layers - 1) add_attended(a.attends_first ? t + 1 : t, block, x);
     for (int64_t r = 0; r < block.rows; ++r) {
-      if (runs(a, block.b + r, t)) move_row_back<Known>(t, layer, block.b + r, block.panel * P, x + r * P);
+      if (runs(a, block.b + r, t)) backward_units<Known>(t, layer, block.b + r, block.panel * P, x + r * P);
       else pass_row<Known>(t, layer, block.b + r, block.panel * P, x + r * P);
     }
   }
@@ -317,7 +318,7 @@ class BackwardPass {
   // Run the backward of a panel's units, from i on, for one sequence; x is attention's gradient of
   // the state.
   template <class Known>
-  void move_row_back(int64_t t, int64_t layer, int64_t b, int64_t i, const C* x) {
+  void backward_units(int64_t t, int64_t layer, int64_t b, int64_t i, const C* x) {
     const int64_t H = a.H;
     const Level level = level_of<C>(a, layer);
     C *const to_state = this->to_state(layer, b) + i, *const to_cell = this->to_cell(layer, b) + i;
@@ -334,15 +335,15 @@ class BackwardPass {
     }
     for_vectors<C>(H - i, [&](int64_t c, int64_t n) {
       const auto part = [&](const C* from) { return load_part(from + c, n, (C)0); };
-      Vec<C> kept[kMostGates] = {}, now = {}, old = {}, grad_cell = {};
-      for (int gate = 0; gate < Known::kept; ++gate) kept[gate] = part(gates + gate * H);
+      Vec<C> saved[kMostGates] = {}, now = {}, old = {}, grad_cell = {};
+      for (int gate = 0; gate < Known::saved; ++gate) saved[gate] = part(gates + gate * H);
       if constexpr (Known::cell == Cell::lstm) {
         now = part(cell), old = part(cell_before), grad_cell = part(to_cell);
         if (given_cell) grad_cell += part(given_cell);
       }
       const Vec<C> g = part(to_state) + load(x + c) + part(given);
       const Unit<Vec<C>> back =
-          cell_backward<Known::cell, C, Math>(kept, part(state), part(before), now, old, g, grad_cell);
+          cell_backward<Known::cell, C, Math>(saved, part(state), part(before), now, old, g, grad_cell);
       if constexpr (Known::cell == Cell::lstm) store_part(to_cell + c, back.cell, n);
       store_part(to_state + c, back.state, n);
       for (int gate = 0; gate < Known::sums; ++gate) store_part(out + gate * H + c, back.gates[gate], n);

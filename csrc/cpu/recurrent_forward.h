@@ -46,7 +46,7 @@ struct Packed {
     pack_from(row<C>(weight, 0, block * rows + first));
   }
 
-  void fill(const Layer& a, Member& member) const {
+  void pack(const Layer& a, Member& member) const {
     const Panels<C>* const all[] = {&input, &fed, &hidden, &above, &query, &context, &output};
     const View* const weights[] = {&a.weight_ih,    &a.weight_ih,     &a.weight_hh,    &a.weight_ih_upper,
                                    &a.weight_query, &a.weight_output, &a.weight_output};
@@ -104,10 +104,10 @@ class Forwards {
            void* own)
       : a(a), plan(plan), member(member), packed(packed), masked{}, lifted(nullptr), features(nullptr),
         own(static_cast<char*>(own)), gates(gates_of(a.cell)), units(panels<C>(a.H)),
-        sums(kept_of(a.cell) ? a.gates : a.states) {}
+        sums(saved_of(a.cell) ? a.gates : a.states) {}
 
   void run() {
-    if (!a.packed) packed.fill(a, member);
+    if (!a.packed) packed.pack(a, member);
     if (a.dropout.data) mask_first();
     if (has_history(a.attention)) begin_history();
     take_steps();
@@ -119,7 +119,7 @@ class Forwards {
     multiply_inputs();
     for (int64_t t = 0; t < a.T; ++t) {
       if (a.attends && a.attends_first) attend(t);
-      for (int64_t layer = 0; layer < a.layers; ++layer) move_states(t, layer);
+      for (int64_t layer = 0; layer < a.layers; ++layer) update_states(t, layer);
       if (a.attends && !a.attends_first) attend(t);
       if (a.weight_output.data) compute_attentional(t);
     }
@@ -175,7 +175,7 @@ class Forwards {
   void begin_history() {
     const View &from = a.attention.coverage_in, &to = a.attention.coverage_out;
     member.share(a.B, [&](int64_t b) {
-      if (b == 0 && features) prepare_once(a.attention, features, false);
+      if (b == 0 && features) pack_parameters_once(a.attention, features, false);
       for (int64_t j = 0; j < a.Tk; ++j) row<C>(to, b)[j] = row<C>(from, b)[j];
     });
   }
@@ -189,7 +189,7 @@ class Forwards {
   }
 
   // Return the state that is the query at step t.
-  Sources<C> asked(int64_t b, int64_t t) const {
+  Sources<C> query_state(int64_t b, int64_t t) const {
     const Level level = last_level<C>(a);
     if (!a.attends_first) return of_step<C>(level.states, b, t);
     return t ? of_step<C>(level.states, b, t - 1) : of_step<C>(level.hidden, b, 0);
@@ -201,7 +201,7 @@ class Forwards {
     const bool projects = a.weight_query.data;
     alignas(64) C x[kMostBatch * kPanel<C>];
     clear(x, block.rows * kPanel<C>);
-    const Sources<C> from = asked(block.b, t);
+    const Sources<C> from = query_state(block.b, t);
     if (projects)
       multiply_panel(from.data, from.stride, 1, block.rows, a.H, packed.query.at(block.panel), x);
     for (int64_t r = 0; r < block.rows; ++r)
@@ -213,11 +213,11 @@ class Forwards {
       });
   }
 
-  void move_states(int64_t t, int64_t layer) {
+  void update_states(int64_t t, int64_t layer) {
     const Level level = level_of<C>(a, layer);
     by_cell(a.cell, [&](auto known) {
       member.share(blocks(a, plan, units),
-                   [&](int64_t item) { move_block(known, t, layer, level, Block(a, plan, item)); });
+                   [&](int64_t item) { update_block(known, t, layer, level, Block(a, plan, item)); });
     });
   }
 
@@ -231,7 +231,7 @@ class Forwards {
   }
 
   template <class Known>
-  void move_block(Known, int64_t t, int64_t layer, const Level& level, const Block& block) {
+  void update_block(Known, int64_t t, int64_t layer, const Level& level, const Block& block) {
     constexpr int64_t P = kPanel<C>;
     const int64_t b = block.b;
     alignas(64) C x[kMostGates][kMostBatch * P];
@@ -250,14 +250,15 @@ class Forwards {
                      x[sum_index(Known::cell, gate)]);
     }
     for (int64_t r = 0; r < block.rows; ++r)
-      move_row<Known>(t, layer, level, b + r, block.panel * P, x[0] + r * P, state.data + r * state.stride);
+      update_units<Known>(t, layer, level, b + r, block.panel * P, x[0] + r * P,
+                          state.data + r * state.stride);
   }
 
   // Run the cell on a panel's units, from i on, for one sequence; x are its sums, those of
   // successive gates kMostBatch * P apart.
   template <class Known>
-  void move_row(int64_t t, int64_t layer, const Level& level, int64_t b, int64_t i, const C* x,
-                const C* before) {
+  void update_units(int64_t t, int64_t layer, const Level& level, int64_t b, int64_t i, const C* x,
+                    const C* before) {
     const int64_t width = units * kPanel<C>, H = a.H, at = (layer * a.B + b) * H + i;
     const bool pads = !runs(a, b, t);
     const C* const of_input = layer ? nullptr : row<C>(sums, b, t) + i;
@@ -285,7 +286,7 @@ class Forwards {
       if (pads) unit = Unit<Vec<C>>{};
       store_part(state + c, unit.state, n);
       if (cell) store_part(cell + c, unit.cell, n);
-      for (int gate = 0; gate < Known::kept; ++gate) store_part(gates + gate * H + c, unit.gates[gate], n);
+      for (int gate = 0; gate < Known::saved; ++gate) store_part(gates + gate * H + c, unit.gates[gate], n);
       if (mask) store_part(masked[(t + 1) % 2] + at + c, unit.state * load_part(mask + c, n, (C)0), n);
       if (lift) store_part(lifted + at + c, unit.state * load_part(lift + c, n, (C)0), n);
     });

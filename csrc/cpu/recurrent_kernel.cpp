@@ -36,7 +36,7 @@ template <class C>
 void pack_weights(const Layer& a, Team& team, int64_t who, void* out) {
   Member member(team, who);
   Scratch<C> room = {static_cast<C*>(out)};
-  Packed<C>(a, room).fill(a, member);
+  Packed<C>(a, room).pack(a, member);
 }
 template <class C>
 size_t backward_room(const RecurrentBackward& a) {

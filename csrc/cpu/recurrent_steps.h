@@ -98,13 +98,13 @@ struct Math {
 
 // ---- attention ----------------------------------------------------------------------------------
 
-void move_on(View& x, int64_t t, int64_t bytes) {
+void shift_to_step(View& x, int64_t t, int64_t bytes) {
   if (x.data) x.data = static_cast<char*>(x.data) + t * x.row * bytes;
 }
-void move_on(Problem& a, int64_t t, int64_t bytes) {
-  move_on(a.query, t, bytes);
-  move_on(a.mask, t, 1);
-  move_on(a.key_bounds, t, sizeof(int64_t));
+void shift_to_step(Problem& a, int64_t t, int64_t bytes) {
+  shift_to_step(a.query, t, bytes);
+  shift_to_step(a.mask, t, 1);
+  shift_to_step(a.key_bounds, t, sizeof(int64_t));
 }
 bool has_history(const History& h) { return h.coverage_in.data; }
 
@@ -112,13 +112,13 @@ bool has_history(const History& h) { return h.coverage_in.data; }
 template <class C>
 void* take_features(const Problem& a, const History& h, bool back, Scratch<C>& room) {
   if (!has_history(h) || !h.filters_count) return nullptr;
-  return room.take(VARIANT::coverage.features(a, h, back) / sizeof(C));
+  return room.take(VARIANT::coverage.features_size(a, h, back) / sizeof(C));
 }
 
 template <class Call>
-void prepare_once(Call a, void* features, bool back) {
+void pack_parameters_once(Call a, void* features, bool back) {
   a.features = features;
-  VARIANT::coverage.prepare(a, a, back);
+  VARIANT::coverage.pack_parameters(a, a, back);
 }
 
 // Let step t, whose row of weights this is, start from the results of the previous steps.
@@ -127,32 +127,33 @@ void remember(const Layer& a, int64_t t, const View& coverage, Step& step) {
   step.coverage_in = coverage;
   if (a.step_lengths) step.lengths = a.step_lengths + t * a.B;
   View* const rows[] = {&step.transition_prob, &step.log_weights};
-  for (View* x : rows) move_on(*x, t, sizeof(C));
-  if (t) move_on(step.previous = step.log_weights.data ? step.log_weights : step.weights, -1, sizeof(C));
+  for (View* x : rows) shift_to_step(*x, t, sizeof(C));
+  if (t)
+    shift_to_step(step.previous = step.log_weights.data ? step.log_weights : step.weights, -1, sizeof(C));
 }
 template <class C>
 CoverageForward step_of(const RecurrentForward& a, int64_t t) {
   CoverageForward step = a.attention;
-  move_on(step, t, sizeof(C));
+  shift_to_step(step, t, sizeof(C));
   View* const rows[] = {&step.context, &step.weights, &step.log_sum_exp, &step.loss};
-  for (View* x : rows) move_on(*x, t, sizeof(C));
+  for (View* x : rows) shift_to_step(*x, t, sizeof(C));
   if (has_history(step)) remember<C>(a, t, step.coverage_out, step);
   return step;
 }
 template <class C>
 CoverageBackward step_of(const RecurrentBackward& a, int64_t t) {
   CoverageBackward step = a.attention;
-  move_on(step, t, sizeof(C));
+  shift_to_step(step, t, sizeof(C));
   View coverage = a.coverages;
   View* const rows[] = {&step.weights,    &step.grad_context, &step.grad_weights,
                         &step.grad_score, &step.grad_query,   &coverage};
-  for (View* x : rows) move_on(*x, t, sizeof(C));
+  for (View* x : rows) shift_to_step(*x, t, sizeof(C));
   if (!has_history(step)) return step;
   remember<C>(a, t, coverage, step);
   step.grad_coverage_out = step.grad_coverage_in;  // in place, from step to step
   step.grad_last = step.grad_previous;
-  move_on(step.grad_transition_prob, t, sizeof(C));
-  move_on(step.grad_log_weights, t, sizeof(C));
+  shift_to_step(step.grad_transition_prob, t, sizeof(C));
+  shift_to_step(step.grad_log_weights, t, sizeof(C));
   return step;
 }
 

@@ -137,14 +137,14 @@ Vec<C> mass_of(Vec<C> x) {
 // sum.
 template <class C, int N, class Term>
 void add_up(int64_t from, int64_t to, Vec<C> (&sums)[N], const Term& term) {
-  constexpr int64_t W = Vector<C>::width, kBlock = 256 * W;
+  constexpr int64_t kLanes = Vector<C>::width, kBlock = 256 * kLanes;
   for (int64_t begin = from; begin < to; begin += kBlock) {
     const int64_t end = min(begin + kBlock, to);
     Vec<C> of_block[4][N] = {};
     int64_t j = begin;
-    for (; j + 3 * W < end; j += 4 * W)
-      for (int x = 0; x < 4; ++x) term(j + x * W, of_block[x]);
-    for (; j < end; j += W) term(j, of_block[0]);
+    for (; j + 3 * kLanes < end; j += 4 * kLanes)
+      for (int x = 0; x < 4; ++x) term(j + x * kLanes, of_block[x]);
+    for (; j < end; j += kLanes) term(j, of_block[0]);
     for (int n = 0; n < N; ++n)
       sums[n] += (of_block[0][n] + of_block[1][n]) + (of_block[2][n] + of_block[3][n]);
   }
@@ -170,7 +170,7 @@ C exponentiate(const Row<C>& s, C top) {
 //   mean = sum e j / sum e,  variance = sum e (j - mean)^2 / sum e
 template <class C, template <class> class Row>
 C exponentiate(const Row<C>& s, C top, int64_t first, C* statistics) {
-  constexpr int W = Vector<C>::width;
+  constexpr int kLanes = Vector<C>::width;
   const C infinity = __builtin_inf(), shift = top == -infinity ? 0 : top;
   Vec<C> earliest = splat(-infinity);  // minus the index of the first largest
   const Vec<C> numbers = __builtin_convertvector(lane_numbers<C>(), Vec<C>) + (C)s.first();
@@ -184,7 +184,7 @@ C exponentiate(const Row<C>& s, C top, int64_t first, C* statistics) {
     const Flags<C> earlier = (x == 0) & (-number > earliest);
     earliest = earlier ? -number : earliest;
     s.put(j, e);
-    number += (C)W;
+    number += (C)kLanes;
   });
   C of_row[4];
   sums({totals[0], totals[1], totals[2], squares[0]}, of_row);  // the squares are still 0
@@ -192,7 +192,7 @@ C exponentiate(const Row<C>& s, C top, int64_t first, C* statistics) {
   number = numbers - mean;
   add_up<C>(s.first(), s.end(), squares, [&](int64_t j, auto& sums) {
     sums[0] += s.get_put(j, (C)0) * number * number;
-    number += (C)W;
+    number += (C)kLanes;
   });
   statistics[kEntropy] = -of_row[1] * share;
   statistics[kLargest] = share;

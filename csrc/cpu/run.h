@@ -72,8 +72,8 @@ template <class Run>
 void parallel_items(int64_t items, int64_t most_threads, size_t scratch, const Run& run) {
   if (items == 0) return;
   const int64_t threads = std::min(items, most_threads);
-  const Tensor memory = empty(kCpu, {threads * static_cast<int64_t>(scratch)}, ScalarType::Byte);
-  char* base = static_cast<char*>(memory.data_ptr());
+  const Tensor buffers = empty(kCpu, {threads * static_cast<int64_t>(scratch)}, ScalarType::Byte);
+  char* base = static_cast<char*>(buffers.data_ptr());
   std::vector<std::atomic<int64_t>> taken(threads);  // items taken of each share
   torch::stable::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t)

@@ -18,10 +18,10 @@ enum class Path { direct, factored, small };  // of tanh; other scores always us
 // largest |x|, ignoring NaN: a NaN in a masked key must not select the path.
 template <class C>
 C exponentials(Rows<C> x, int64_t n, int64_t width, int64_t padded, C* out) {
-  constexpr int W = Vector<C>::width;
+  constexpr int kLanes = Vector<C>::width;
   Vec<C> most = {};
   for (int64_t r = 0; r < n; ++r) {
-    for (int64_t c = 0; c < padded; c += W) {
+    for (int64_t c = 0; c < padded; c += kLanes) {
       const Vec<C> v = load(x.data + r * x.stride + c);
       most = v > most ? v : most;
       most = -v > most ? -v : most;
@@ -35,10 +35,10 @@ C exponentials(Rows<C> x, int64_t n, int64_t width, int64_t padded, C* out) {
 // Return the largest |x|, ignoring NaN.
 template <class C>
 C range_of(Rows<C> x, int64_t n, int64_t padded) {
-  constexpr int W = Vector<C>::width;
+  constexpr int kLanes = Vector<C>::width;
   Vec<C> most = {};
   for (int64_t r = 0; r < n; ++r)
-    for (int64_t c = 0; c < padded; c += W) {
+    for (int64_t c = 0; c < padded; c += kLanes) {
       const Vec<C> v = load(x.data + r * x.stride + c);
       most = v > most ? v : most;
       most = -v > most ? -v : most;
@@ -49,14 +49,14 @@ C range_of(Rows<C> x, int64_t n, int64_t padded) {
 // Compute -2 tanh(x), the input of Path::small.
 template <class C>
 void double_tanh(Rows<C> x, int64_t n, int64_t padded, C* out) {
-  constexpr int W = Vector<C>::width;
+  constexpr int kLanes = Vector<C>::width;
   for (int64_t r = 0; r < n; ++r)
-    for (int64_t c = 0; c < padded; c += 2 * W) {
+    for (int64_t c = 0; c < padded; c += 2 * kLanes) {
       const C* from = x.data + r * x.stride + c;
-      const Vec<C> z[] = {load(from), load(from + W)};
+      const Vec<C> z[] = {load(from), load(from + kLanes)};
       Vec<C> s[2];
       half_tanh(z, s);
-      for (int i = 0; i < 2; ++i) store(out + r * padded + c + i * W, s[i] * (C)4);
+      for (int i = 0; i < 2; ++i) store(out + r * padded + c + i * kLanes, s[i] * (C)4);
     }
 }
 
@@ -65,37 +65,37 @@ void double_tanh(Rows<C> x, int64_t n, int64_t padded, C* out) {
 // the precision of the sum of |w|, and if the weights have one sign the score is far smaller.
 template <class C, Score S, Path P, int I, int J>
 void score_tile(Rows<C> q, Rows<C> k, const C* w, int64_t padded, C* out, int64_t out_stride) {
-  constexpr int W = Vector<C>::width;
-  constexpr int64_t kFeatures = 16 * 2 * W;  // per partial sum: sums of partial sums lose less
+  constexpr int kLanes = Vector<C>::width;
+  constexpr int64_t kFeatures = 16 * 2 * kLanes;  // per partial sum: sums of partial sums lose less
   Vec<C> total[I][J] = {};
   for (int64_t c0 = 0; c0 < padded; c0 += kFeatures) {
     Vec<C> acc[I][J] = {};
-    for (int64_t c = c0; c < min(c0 + kFeatures, padded); c += 2 * W) {
+    for (int64_t c = c0; c < min(c0 + kFeatures, padded); c += 2 * kLanes) {
       if constexpr (I == 1 && J == 4)  // a single query waits for its keys: prefetch the next four
         for (int j = 0; j < J; ++j) prefetch_step(k.data + (J + j) * k.stride + c);
       for (int i = 0; i < I; ++i) {
         const C* qi = q.data + i * q.stride + c;
-        const Vec<C> q0 = load(qi), q1 = load(qi + W);
+        const Vec<C> q0 = load(qi), q1 = load(qi + kLanes);
         if constexpr (S == Score::tanh && P == Path::direct) {
           Vec<C> z[2 * J], s[2 * J];
           for (int j = 0; j < J; ++j) {
             z[2 * j] = q0 + load(k.data + j * k.stride + c);
-            z[2 * j + 1] = q1 + load(k.data + j * k.stride + c + W);
+            z[2 * j + 1] = q1 + load(k.data + j * k.stride + c + kLanes);
           }
           half_tanh(z, s);
-          const Vec<C> w0 = load(w + c), w1 = load(w + c + W);
+          const Vec<C> w0 = load(w + c), w1 = load(w + c + kLanes);
           for (int j = 0; j < J; ++j) acc[i][j] += w0 * s[2 * j] + w1 * s[2 * j + 1];
           continue;
         }
         for (int j = 0; j < J; ++j) {
           const C* kj = k.data + j * k.stride + c;
-          const Vec<C> k0 = load(kj), k1 = load(kj + W);
+          const Vec<C> k0 = load(kj), k1 = load(kj + kLanes);
           if constexpr (S == Score::dot) {
             acc[i][j] += q0 * k0;
             acc[i][j] += q1 * k1;
             continue;
           }
-          const Vec<C> w0 = load(w + c), w1 = load(w + c + W);
+          const Vec<C> w0 = load(w + c), w1 = load(w + c + kLanes);
           if constexpr (S != Score::tanh) {
             acc[i][j] += w0 * activation<S, C>(q0 + k0);
             acc[i][j] += w1 * activation<S, C>(q1 + k1);
@@ -206,15 +206,15 @@ inline Vec<C> quarter_slope(C quarter, Vec<C> t, Vec<C> s) {
 template <class C, Score S, Path P, int I>
 void grad_tile(const C* q, const C* k, const C* g, int64_t g_stride, int64_t n, C* grad_q, C* grad_k,
                C* grad_w) {
-  constexpr int W = Vector<C>::width;
+  constexpr int kLanes = Vector<C>::width;
   Vec<C> q0[I], q1[I], gq0[I] = {}, gq1[I] = {}, gw0 = {}, gw1 = {};
   for (int i = 0; i < I; ++i) {
-    q0[i] = load(q + i * 2 * W);
-    q1[i] = load(q + i * 2 * W + W);
+    q0[i] = load(q + i * 2 * kLanes);
+    q1[i] = load(q + i * 2 * kLanes + kLanes);
   }
   for (int64_t j = 0; j < n; ++j) {
-    const Vec<C> k0 = load(k + j * 2 * W), k1 = load(k + j * 2 * W + W);
-    Vec<C> gk0 = load(grad_k + j * 2 * W), gk1 = load(grad_k + j * 2 * W + W);
+    const Vec<C> k0 = load(k + j * 2 * kLanes), k1 = load(k + j * 2 * kLanes + kLanes);
+    Vec<C> gk0 = load(grad_k + j * 2 * kLanes), gk1 = load(grad_k + j * 2 * kLanes + kLanes);
     for (int i = 0; i < I; ++i) {
       Vec<C> s0, s1;
       half_activation<C, S, P>(q0[i], q1[i], k0, k1, s0, s1);
@@ -228,14 +228,14 @@ void grad_tile(const C* q, const C* k, const C* g, int64_t g_stride, int64_t n, 
       gk0 += u0;
       gk1 += u1;
     }
-    store(grad_k + j * 2 * W, gk0);
-    store(grad_k + j * 2 * W + W, gk1);
+    store(grad_k + j * 2 * kLanes, gk0);
+    store(grad_k + j * 2 * kLanes + kLanes, gk1);
   }
   add(grad_w, gw0);
-  add(grad_w + W, gw1);
+  add(grad_w + kLanes, gw1);
   for (int i = 0; i < I; ++i) {
-    add(grad_q + i * 2 * W, gq0[i]);
-    add(grad_q + i * 2 * W + W, gq1[i]);
+    add(grad_q + i * 2 * kLanes, gq0[i]);
+    add(grad_q + i * 2 * kLanes + kLanes, gq1[i]);
   }
 }
 
@@ -271,19 +271,20 @@ void grad_blocks(const C* q, const C* k, const C* g, int64_t g_stride, int64_t n
 template <class C, Score S, Path P, bool keys>
 void grad_rows(const C* q, const C* const (&k)[4], const C (&g)[4], int64_t width, int64_t ahead, C* grad_q,
                C* grad_k, C* grad_w) {
-  constexpr int W = Vector<C>::width;
-  for (int64_t c = 0; c < width; c += 2 * W) {
-    const Vec<C> q0 = load(q + c), q1 = load(q + c + W);
+  constexpr int kLanes = Vector<C>::width;
+  for (int64_t c = 0; c < width; c += 2 * kLanes) {
+    const Vec<C> q0 = load(q + c), q1 = load(q + c + kLanes);
     Vec<C> gq0 = {}, gq1 = {}, gw0 = {}, gw1 = {};
     for (int j = 0; j < 4; ++j) prefetch_step(k[j] + ahead + c);
     Vec<C> s[8];
     if constexpr (S == Score::tanh && P == Path::direct) {
       Vec<C> z[8];
-      for (int j = 0; j < 4; ++j) z[2 * j] = q0 + load(k[j] + c), z[2 * j + 1] = q1 + load(k[j] + c + W);
+      for (int j = 0; j < 4; ++j)
+        z[2 * j] = q0 + load(k[j] + c), z[2 * j + 1] = q1 + load(k[j] + c + kLanes);
       half_tanh(z, s);
     } else {
       for (int j = 0; j < 4; ++j)
-        half_activation<C, S, P>(q0, q1, load(k[j] + c), load(k[j] + c + W), s[2 * j], s[2 * j + 1]);
+        half_activation<C, S, P>(q0, q1, load(k[j] + c), load(k[j] + c + kLanes), s[2 * j], s[2 * j + 1]);
     }
     for (int j = 0; j < 4; ++j) {
       const Vec<C> s0 = s[2 * j], s1 = s[2 * j + 1];
@@ -296,14 +297,14 @@ void grad_rows(const C* q, const C* const (&k)[4], const C (&g)[4], int64_t widt
         gw0 += t0;
         gw1 += t1;
         store(grad_k + j * width + c, u0);
-        store(grad_k + j * width + c + W, u1);
+        store(grad_k + j * width + c + kLanes, u1);
       }
     }
     add(grad_q + c, gq0);
-    add(grad_q + c + W, gq1);
+    add(grad_q + c + kLanes, gq1);
     if constexpr (keys) {
       add(grad_w + c, gw0);
-      add(grad_w + c + W, gw1);
+      add(grad_w + c + kLanes, gw1);
     }
   }
 }

@@ -13,7 +13,7 @@ namespace {
 constexpr size_t kMostKept = size_t{1} << 27;
 
 struct Release {
-  void operator()(void* memory) const { std::free(memory); }
+  void operator()(void* buffer) const { std::free(buffer); }
 };
 using Memory = std::unique_ptr<void, Release>;
 

@@ -94,9 +94,9 @@ constexpr int64_t kTransposed = kKeyBlock + 2 * Vector<C>::width;
 
 // Compute the scores of a band as a matrix; elements that its rows do not see are undefined.
 template <class Scores, class C>
-void fill(const Band& band, const SeenByRows& seen, Scores& scores, C* out, int64_t stride) {
+void compute_band(const Band& band, const SeenByRows& seen, Scores& scores, C* out, int64_t stride) {
   for (int64_t j = band.from, end; j < band.to; j = end) {
-    if (j < scores.from() || band.to > scores.to()) scores.prepare(j, min(j + kKeyBlock, seen.last));
+    if (j < scores.from() || band.to > scores.to()) scores.load_keys(j, min(j + kKeyBlock, seen.last));
     end = min(scores.to(), band.to);
     for_bands(band.row, band.row + band.rows, j, end, scores.waste(), seen, [&](const Band& part) {
       if (part.from < part.to)

@@ -65,10 +65,10 @@ void fill(C* x, int64_t n, C value) {
 }
 
 // Turn scores e into weights proportional to r exp(e). `past`, the log-weights of the previous row,
-// becomes the log-weights of this row, and so does `kept`: -inf beyond n, at keys that are not
+// becomes the log-weights of this row, and so does `log_weights`: -inf beyond n, at keys that are not
 // visible.
 template <class C>
-void transition_softmax(C u, int64_t n, int64_t Tk, C* past, C* kept, C* e) {
+void transition_softmax(C u, int64_t n, int64_t Tk, C* past, C* log_weights, C* e) {
   constexpr int V = Vector<C>::width;
   constexpr C none = -__builtin_inf();
   const Transition<C> transition(u);
@@ -77,31 +77,32 @@ void transition_softmax(C u, int64_t n, int64_t Tk, C* past, C* kept, C* e) {
     const auto part = [&](const C* x) { return load_part(x + j, n - j, none); };
     const Vec<C> x = part(e) + transition(part(past), part(past - 1)).log();
     most = x > most ? x : most;
-    store_part(kept + j, x, n - j);
+    store_part(log_weights + j, x, n - j);
   }
   C top = highest<C>(most);
   if (top == none) top = 0;
   Vec<C> total = {};
   for (int64_t j = 0; j < n; j += V) {
-    const Vec<C> x = load_part(kept + j, n - j, none) - top, y = weight_of<C>(x);
+    const Vec<C> x = load_part(log_weights + j, n - j, none) - top, y = weight_of<C>(x);
     total += y;
-    store_part(kept + j, x, n - j);
+    store_part(log_weights + j, x, n - j);
     store_part(e + j, y, n - j);
   }
   const C mass = sum<C>(total), inverse = mass == 0 ? 0 : 1 / mass;
   const C log_mass = mass == 0 ? 0 : ::log((double)mass);
   for (int64_t j = 0; j < n; ++j) {
     e[j] *= inverse;
-    past[j] = kept[j] -= log_mass;
+    past[j] = log_weights[j] -= log_mass;
   }
   fill(past + n, Tk - n, none);
-  fill(kept + n, Tk - n, none);
+  fill(log_weights + n, Tk - n, none);
 }
 
 // Compute the gradient of `past`, the log-weights of the previous row, from g, the gradient of
-// log(r exp(e)) of a row; `moved` is scratch. Return the gradient of u.
+// log(r exp(e)) of a row; `shifted` is scratch. Return the gradient of u.
 template <class C>
-double transition_backward(C u, int64_t n, int64_t Tk, const C* past, const C* g, C* moved, C* grad_past) {
+double transition_backward(C u, int64_t n, int64_t Tk, const C* past, const C* g, C* shifted,
+                           C* grad_past) {
   constexpr int V = Vector<C>::width;
   constexpr C none = -__builtin_inf();
   const Transition<C> transition(u);
@@ -114,10 +115,10 @@ double transition_backward(C u, int64_t n, int64_t Tk, const C* past, const C* g
     const auto times = [&](Vec<C> term) { return y == 0 ? y : y * term; };
     grad_u += times(r.before - r.here);
     store_part(grad_past + j, times(r.here) * (1 - u), n - j);
-    store_part(moved + j, times(r.before) * u, n - j);
+    store_part(shifted + j, times(r.before) * u, n - j);
   }
   fill(grad_past + n, Tk - n, (C)0);
-  for (int64_t j = 1; j < n; ++j) grad_past[j - 1] += moved[j];
+  for (int64_t j = 1; j < n; ++j) grad_past[j - 1] += shifted[j];
   return VARIANT::sum<C>(grad_u);
 }
 

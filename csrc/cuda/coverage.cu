@@ -11,7 +11,7 @@ template <class Call>
 std::string describe(const Call& a) {
   return "coverage_attention on CUDA failed for query " + sizes({a.B, a.H, a.Tq, a.A}) + ", key " +
          sizes({a.B, a.H, a.Tk, a.A}) + ", " + std::to_string(a.filters_count) + " filters of " +
-         sizes({a.channels, a.width});
+         sizes({a.channels, a.taps});
 }
 
 void run_forward(const CoverageForward& a, const Tensor& query) {

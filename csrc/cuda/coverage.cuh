@@ -43,7 +43,7 @@ template <class T, class Call, class C = typename Accumulate<T>::type>
 struct Scan {
   const Call& a;
   const Tile tile;
-  const int64_t n, from, to, seen, K, W, taps;
+  const int64_t n, from, to, seen, K, taps, window_size;
   const T* const score_vector;
   const C *const filters, *const projection, *const inverse_fertility;
   const C penalty;
@@ -52,8 +52,8 @@ struct Scan {
 
   __device__ Scan(const Call& a, const View& scratch)
       : a(a), tile(locate(a, 1, 1)), n(keys_seen(a, tile.b)), from(blockIdx.y * share(a, gridDim.y)),
-        to(min(from + share(a, gridDim.y), a.Tk)), seen(min(to, n)), K(a.filters_count), W(a.width),
-        taps(a.channels * W), score_vector(K ? at<T>(a.score_vector, tile, 0) : nullptr),
+        to(min(from + share(a, gridDim.y), a.Tk)), seen(min(to, n)), K(a.filters_count), taps(a.taps),
+        window_size(a.channels * taps), score_vector(K ? at<T>(a.score_vector, tile, 0) : nullptr),
         filters(row(a.filters)), projection(row(a.projection)), inverse_fertility(row(a.inverse_fertility)),
         penalty(a.penalty.data ? *row(a.penalty) : C(0)), next(row(scratch)) {
     found = take(a.Tk * K);
@@ -87,8 +87,8 @@ struct Scan {
       C sum = 0;
       for (int64_t x = 0; x < a.channels; ++x) {
         const Signal<C> signal = x ? coverage : last;
-        const C* filter = filters + k * taps + x * W;
-        for (int64_t c = 0; c < W; ++c) sum += filter[c] * signal[j + c - W / 2];
+        const C* filter = filters + k * window_size + x * taps;
+        for (int64_t c = 0; c < taps; ++c) sum += filter[c] * signal[j + c - taps / 2];
       }
       found[index] = sum;
     }
@@ -132,13 +132,14 @@ struct Scan {
 template <class T, class C = typename Accumulate<T>::type>
 struct BackwardScan : Scan<T, CoverageBackward> {
   using Base = Scan<T, CoverageBackward>;
-  using Base::a, Base::tile, Base::n, Base::from, Base::to, Base::seen, Base::K, Base::W, Base::taps;
+  using Base::a, Base::tile, Base::n, Base::from, Base::to, Base::seen, Base::K, Base::taps,
+      Base::window_size;
   using Base::row, Base::take;
   using Base::score_vector, Base::filters, Base::projection, Base::inverse_fertility, Base::found;
   // shared by all blocks: [Tq, Tk], [Tk], [Tk, K] and [Tk, A]; the log-weights' gradient of a
   // transition follows `past`
   C *coverages, *past, *grad_coverage, *grad_found, *slopes, *grad_keys;
-  C* parts;  // a block's sums over its keys: [A], [K, taps] and [A, K]
+  C* parts;  // a block's sums over its keys: [A], [K, window_size] and [A, K]
 
   __device__ BackwardScan(const CoverageBackward& a, const View& scratch) : Base(a, scratch) {
     coverages = take(a.Tq * a.Tk);
@@ -159,7 +160,7 @@ struct BackwardScan : Scan<T, CoverageBackward> {
   }
   static __host__ __device__ int64_t part_size(const CoverageBackward& a) {
     const int64_t K = a.filters_count;
-    return K ? a.A + K * a.channels * a.width + a.A * K : 0;
+    return K ? a.A + K * a.channels * a.taps + a.A * K : 0;
   }
 
   // Compute the gradients of row t's query, of keys, parameters and the history from those of its
@@ -182,7 +183,7 @@ struct BackwardScan : Scan<T, CoverageBackward> {
   // Compute the gradient of row t's query, and add to those of keys, weight and projection.
   __device__ void grad_features(int64_t t, const C* g) const {
     const T* q = at<T>(a.query, tile, t);
-    C* const grad_projection = parts + a.A + K * taps;
+    C* const grad_projection = parts + a.A + K * window_size;
     const auto of_feature = [&](int64_t c) {
       const C qc = widen(q[c]), w = widen(score_vector[c]), *u = projection + c * K;
       C grad_q = 0, grad_w = 0;
@@ -217,21 +218,22 @@ struct BackwardScan : Scan<T, CoverageBackward> {
   // Compute the gradients of the filters and of their inputs from grad_found.
   __device__ void grad_signals(const C* g, const Signal<C>& last, const Signal<C>& coverage) const {
     C* const grad_filters = parts + a.A;
-    for (int64_t index = threadIdx.x; a.grad_filters.data && index < K * taps; index += kThreads) {
-      const int64_t i = index / taps, x = index % taps / W, c = index % taps % W;
+    for (int64_t index = threadIdx.x; a.grad_filters.data && index < K * window_size; index += kThreads) {
+      const int64_t i = index / window_size, x = index % window_size / taps, c = index % window_size % taps;
       const Signal<C> signal = x ? coverage : last;
       C sum = 0;
       for (int64_t j = from; j < seen; ++j)
-        if (g[j] != 0) sum += grad_found[j * K + i] * signal[j + c - W / 2];
+        if (g[j] != 0) sum += grad_found[j * K + i] * signal[j + c - taps / 2];
       grad_filters[index] += sum;
     }
     for (int64_t p = from + threadIdx.x; p < to; p += kThreads)
       for (int64_t x = 0; x < a.channels; ++x) {
         C sum = 0;
-        for (int64_t c = 0; c < W; ++c) {
-          const int64_t j = p - c + W / 2;
+        for (int64_t c = 0; c < taps; ++c) {
+          const int64_t j = p - c + taps / 2;
           if (j < 0 || j >= n || g[j] == 0) continue;
-          for (int64_t i = 0; i < K; ++i) sum += grad_found[j * K + i] * filters[i * taps + x * W + c];
+          for (int64_t i = 0; i < K; ++i)
+            sum += grad_found[j * K + i] * filters[i * window_size + x * taps + c];
         }
         (x ? grad_coverage : past)[p] += sum;
       }
@@ -295,7 +297,7 @@ struct BackwardScan : Scan<T, CoverageBackward> {
   // Compute the gradients of keys and parameters, after the rows of all blocks.
   __device__ void end_backward() const {
     C* const outs[] = {row(a.grad_score_vector), row(a.grad_filters), row(a.grad_projection)};
-    const int64_t sizes[] = {a.A, K * taps, a.A * K}, size = part_size(a);
+    const int64_t sizes[] = {a.A, K * window_size, a.A * K}, size = part_size(a);
     const C* part = parts - blockIdx.y * size;
 #pragma unroll
     for (int x = 0; x < 3; part += sizes[x], ++x)

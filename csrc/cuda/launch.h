@@ -21,7 +21,7 @@ class Launch {
   torch::stable::accelerator::DeviceGuard guard;
   cudaStream_t stream = nullptr;
   int threads;
-  mutable std::vector<Tensor> kept;
+  mutable std::vector<Tensor> scratch_tensors;
 
   static void check(cudaError_t error) {
     if (error == cudaSuccess) return;
@@ -103,14 +103,15 @@ class Launch {
   // Allocate memory that lasts until the kernels have finished.
   template <class C>
   C* scratch(int64_t numbers) const {
-    kept.push_back(empty(device, {numbers}, sizeof(C) == 8 ? ScalarType::Double : ScalarType::Float));
-    return static_cast<C*>(kept.back().data_ptr());
+    scratch_tensors.push_back(
+        empty(device, {numbers}, sizeof(C) == 8 ? ScalarType::Double : ScalarType::Float));
+    return static_cast<C*>(scratch_tensors.back().data_ptr());
   }
 
   // Allocate such memory filled with zeros.
   int64_t* zeros(int64_t numbers) const {
-    kept.push_back(empty(device, {numbers}, ScalarType::Long));
-    void* place = kept.back().data_ptr();
+    scratch_tensors.push_back(empty(device, {numbers}, ScalarType::Long));
+    void* place = scratch_tensors.back().data_ptr();
     if (numbers) check(cudaMemsetAsync(place, 0, numbers * sizeof(int64_t), stream));
     return static_cast<int64_t*>(place);
   }

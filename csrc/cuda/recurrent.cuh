@@ -20,10 +20,10 @@ struct Rows2 {
 };
 
 // The sequence and the unit that a thread takes.
-struct Place {
+struct OwnUnit {
   int64_t b, i;
   bool exists;
-  __device__ explicit Place(int64_t units) {
+  __device__ explicit OwnUnit(int64_t units) {
     const int64_t parts = (units + kThreads - 1) / kThreads;
     b = blockIdx.x / parts;
     i = blockIdx.x % parts * kThreads + threadIdx.x;
@@ -41,7 +41,7 @@ __device__ C read(const Rows2& x, int64_t b, int64_t i) {
 
 // ---- the cell -----------------------------------------------------------------------------------
 
-struct Move {
+struct CellStep {
   int64_t B, H, t;
   const int64_t* target_lengths;
   Rows2 of_input, bias_ih;          // of_input aliases `gates`, or `state` of a tanh cell
@@ -51,11 +51,11 @@ struct Move {
 };
 
 template <class C, Cell K>
-__global__ void __launch_bounds__(kThreads) move_states(const Move a) {
+__global__ void __launch_bounds__(kThreads) cell_step(const CellStep a) {
   using Known = KnownCell<K>;
-  const Place place(a.H);
-  if (!place.exists) return;
-  const int64_t b = place.b, i = place.i;
+  const OwnUnit own(a.H);
+  if (!own.exists) return;
+  const int64_t b = own.b, i = own.i;
   C sums[kMostGates] = {};
   for (int gate = 0; gate < Known::gates; ++gate) {
     const int64_t unit = gate * a.H + i;
@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(kThreads) move_states(const Move a) {
   if (a.target_lengths && a.t >= a.target_lengths[b]) u = Unit<C>{};
   *at<C>(a.state, b, i) = u.state;
   if constexpr (K == Cell::lstm) *at<C>(a.cell, b, i) = u.cell;
-  for (int gate = 0; gate < Known::kept; ++gate) *at<C>(a.gates, b, gate * a.H + i) = u.gates[gate];
+  for (int gate = 0; gate < Known::saved; ++gate) *at<C>(a.gates, b, gate * a.H + i) = u.gates[gate];
   if (!a.seen.data) return;
   *at<C>(a.seen, b, i) = u.state;
   *at<C>(a.seen, b, a.H + i) = u.state * *at<C>(a.mask, b, i);
@@ -76,16 +76,16 @@ __global__ void __launch_bounds__(kThreads) move_states(const Move a) {
 struct Reaching {
   Rows2 carried;  // [B, H], or [B, 2 H] with a mask, which is the dropout
   Rows2 mask;
-  Rows2 asked;  // gradient of the query, if it is the state itself, or absent
+  Rows2 grad_query;  // gradient of the query, if it is the state itself, or absent
 
   template <class C>
   __device__ C sum(int64_t b, int64_t i, int64_t H) const {
     const C masked = mask.data ? *at<C>(carried, b, H + i) * *at<C>(mask, b, i) : C(0);
-    return *at<C>(carried, b, i) + masked + read<C>(asked, b, i);
+    return *at<C>(carried, b, i) + masked + read<C>(grad_query, b, i);
   }
 };
 
-struct MoveBack {
+struct CellStepBackward {
   int64_t B, H, t;
   const int64_t* target_lengths;
   Rows2 grad_state, grad_cell_given, gates, state, before, cell, cell_before;
@@ -95,11 +95,11 @@ struct MoveBack {
 };
 
 template <class C, Cell K>
-__global__ void __launch_bounds__(kThreads) move_back_states(const MoveBack a) {
+__global__ void __launch_bounds__(kThreads) cell_step_backward(const CellStepBackward a) {
   using Known = KnownCell<K>;
-  const Place place(a.H);
-  if (!place.exists) return;
-  const int64_t b = place.b, i = place.i;
+  const OwnUnit own(a.H);
+  if (!own.exists) return;
+  const int64_t b = own.b, i = own.i;
   const C g = a.reaching.sum<C>(b, i, a.H);
   if (a.reaching.mask.data) *at<C>(a.reaching.carried, b, a.H + i) = 0;
   Unit<C> u = {};
@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(kThreads) move_back_states(const MoveBack a) {
     u.cell = read<C>(a.grad_cell, b, i);
   } else {
     C gates[kMostGates] = {};
-    for (int gate = 0; gate < Known::kept; ++gate) gates[gate] = *at<C>(a.gates, b, gate * a.H + i);
+    for (int gate = 0; gate < Known::saved; ++gate) gates[gate] = *at<C>(a.gates, b, gate * a.H + i);
     const C grad_cell = read<C>(a.grad_cell, b, i) + read<C>(a.grad_cell_given, b, i);
     u = cell_backward<K, C, Math, C>(gates, *at<C>(a.state, b, i), *at<C>(a.before, b, i),
                                      read<C>(a.cell, b, i), read<C>(a.cell_before, b, i),
@@ -125,8 +125,8 @@ __global__ void __launch_bounds__(kThreads) move_back_states(const MoveBack a) {
 // Compute the gradient of the state before the first step; `out` may alias one of its terms.
 template <class C>
 __global__ void __launch_bounds__(kThreads) reach_first(int64_t H, Reaching reaching, Rows2 out) {
-  const Place place(H);
-  if (place.exists) *at<C>(out, place.b, place.i) = reaching.sum<C>(place.b, place.i, H);
+  const OwnUnit own(H);
+  if (own.exists) *at<C>(out, own.b, own.i) = reaching.sum<C>(own.b, own.i, H);
 }
 
 // ---- input feeding ------------------------------------------------------------------------------
@@ -160,10 +160,10 @@ __global__ void __launch_bounds__(kThreads) feed(const Feed a) {
 template <class C>
 __global__ void __launch_bounds__(kThreads)
     attentional_backward(int64_t features, Rows2 attentional, Rows2 grad, Rows2 out) {
-  const Place place(features);
-  if (!place.exists) return;
-  const C f = *at<C>(attentional, place.b, place.i);
-  *at<C>(out, place.b, place.i) = *at<C>(grad, place.b, place.i) * (C(1) - f * f);
+  const OwnUnit own(features);
+  if (!own.exists) return;
+  const C f = *at<C>(attentional, own.b, own.i);
+  *at<C>(out, own.b, own.i) = *at<C>(grad, own.b, own.i) * (C(1) - f * f);
 }
 
 // ---- padding ------------------------------------------------------------------------------------
@@ -172,8 +172,8 @@ __global__ void __launch_bounds__(kThreads)
 template <class C>
 __global__ void __launch_bounds__(kThreads)
     clear_padding(int64_t numbers, int64_t columns, Rows2 x, const int64_t* target_lengths) {
-  const Place place(numbers);
-  if (place.exists && place.i / columns >= target_lengths[place.b]) *at<C>(x, place.b, place.i) = 0;
+  const OwnUnit own(numbers);
+  if (own.exists && own.i / columns >= target_lengths[own.b]) *at<C>(x, own.b, own.i) = 0;
 }
 
 }  // namespace

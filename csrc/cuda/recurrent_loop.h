@@ -120,7 +120,7 @@ struct Loop {
   KeepAlive keep;
 
   Loop(const Arguments& given, const Launch& launch)
-      : launch(launch), fit(given), size(fit.own == ScalarType::Double ? 8 : 4) {
+      : launch(launch), fit(given), size(fit.dtype == ScalarType::Double ? 8 : 4) {
     refuse_unknown(given, fit);
   }
 
@@ -143,7 +143,7 @@ struct Loop {
 
   Tensor room(std::vector<int64_t> sizes) const {
     sizes.insert(sizes.begin(), fit.B);
-    return empty(fit.device(), sizes, fit.own);
+    return empty(fit.device(), sizes, fit.dtype);
   }
   Optional side_by_side(const Optional& x) const { return x ? Optional(packed(*x)) : x; }
 
@@ -173,7 +173,7 @@ Call layer_of(const Arguments& given, Loop& loop) {
 }
 
 // Move the mask and the span of a call for all steps to step t.
-void move_on(Problem& a, int64_t t) {
+void shift_to_step(Problem& a, int64_t t) {
   if (a.mask.data) a.mask.data = static_cast<char*>(a.mask.data) + t * a.mask.row;
   if (a.key_bounds.data)
     a.key_bounds.data = static_cast<int64_t*>(a.key_bounds.data) + t * a.key_bounds.row;
@@ -221,7 +221,7 @@ class ForwardLoop {
         cell(loop.side_by_side(given.cell)), mask(loop.side_by_side(given.dropout)),
         of_context(context_columns(given.weight_output, a)),
         projected(project_values(loop, a, given.value, of_context)),
-        sums(kept_of(a.cell) ? made.gates : made.states),
+        sums(saved_of(a.cell) ? made.gates : made.states),
         of_fed(turned(block(weight_ih, 0, gates, a.E, a.F))), state_weight(turned(of.weight)),
         state_products(loop.room({a.T + 1, of.all})), log_sum_exp(loop.room({a.T, 1})) {
     multiply(strided(sums, {a.B * a.T, gates}, {sums.stride(1), 1}, 0), matrix(packed(given.input)),
@@ -265,7 +265,7 @@ class ForwardLoop {
   // Run attention at step t with row `from` of `state_products`.
   void attend(int64_t t, int64_t from) {
     Forward now = attends;
-    move_on(now, t);
+    shift_to_step(now, t);
     if (given.weight_query) now.query = loop.view_at(state_products, from);
     else if (from) now.query = loop.view_at(made.states, from - 1);
     else now.query = view(hidden);
@@ -292,22 +292,22 @@ class ForwardLoop {
   }
 
   void run_cell(int64_t t) {
-    const Move call = {.B = a.B,
-                       .H = H,
-                       .t = t,
-                       .target_lengths = a.target_lengths,
-                       .of_input = loop.at(sums, t),
-                       .bias_ih = {a.bias_ih.data, 0},
-                       .state_products = loop.at(state_products, t, of.gates),
-                       .before = loop.before(made.states, hidden, t),
-                       .cell_before = cell ? loop.before(made.cells, cell, t) : Rows2{},
-                       .mask = loop.at(mask),
-                       .state = loop.at(made.states, t),
-                       .cell = cell ? loop.at(made.cells, t) : Rows2{},
-                       .gates = kept_of(a.cell) ? loop.at(made.gates, t) : Rows2{},
-                       .seen = loop.at(seen)};
+    const CellStep call = {.B = a.B,
+                           .H = H,
+                           .t = t,
+                           .target_lengths = a.target_lengths,
+                           .of_input = loop.at(sums, t),
+                           .bias_ih = {a.bias_ih.data, 0},
+                           .state_products = loop.at(state_products, t, of.gates),
+                           .before = loop.before(made.states, hidden, t),
+                           .cell_before = cell ? loop.before(made.cells, cell, t) : Rows2{},
+                           .mask = loop.at(mask),
+                           .state = loop.at(made.states, t),
+                           .cell = cell ? loop.at(made.cells, t) : Rows2{},
+                           .gates = saved_of(a.cell) ? loop.at(made.gates, t) : Rows2{},
+                           .seen = loop.at(seen)};
     by_cell(a.cell, [&](auto known) {
-      const auto kernels = [](auto zero) { return move_states<decltype(zero), decltype(known)::cell>; };
+      const auto kernels = [](auto zero) { return cell_step<decltype(zero), decltype(known)::cell>; };
       loop.run(H, kernels, call);
     });
   }
@@ -366,10 +366,10 @@ class BackwardLoop {
   const StateParameters of;
   const int64_t H, gates;
   const bool lstm;
-  const Tensor hidden, states, cells, kept_gates, attentional, queries, weights, weight_ih, grad_states;
+  const Tensor hidden, states, cells, saved_gates, attentional, queries, weights, weight_ih, grad_states;
   const Optional cell, mask, grad_cells, grad_weights, of_context;
   const Optional projected;  // if present, a step reads no gradient of a context
-  const Tensor of_inputs, state_products, carried, asked, of_fed, grad_score;
+  const Tensor of_inputs, state_products, carried, grad_query, of_fed, grad_score;
   // The gradients of the contexts and attentional vectors, to which the loop adds, and those of the two
   // that is fed.
   Tensor grad_contexts, grad_attentional;
@@ -381,7 +381,7 @@ class BackwardLoop {
       : given(given), loop(given, launch), a(layer_of<RecurrentBackward>(given, loop)),
         grads(gradients_of(given, loop.fit, a, loop.keep)), of(given, a), H(a.H),
         gates(gates_of(a.cell) * H), lstm(a.cell == Cell::lstm), hidden(packed(given.hidden)),
-        states(packed(given.states)), cells(packed(given.cells)), kept_gates(packed(given.gates)),
+        states(packed(given.states)), cells(packed(given.cells)), saved_gates(packed(given.gates)),
         attentional(packed(given.attentional)),
         queries(packed(given.queries.dim() == 3 ? given.queries : given.states)),
         weights(packed(given.weights)), weight_ih(packed(given.weight_ih)),
@@ -391,10 +391,10 @@ class BackwardLoop {
         of_context(context_columns(given.weight_output, a)),
         projected(given.grad_contexts ? Optional() : project_values(loop, a, given.value, of_context)),
         of_inputs(loop.room({a.T, gates})), state_products(loop.room({a.T + 1, of.all})),
-        carried(mask ? loop.room({2 * H}) : grads.grad_hidden), asked(loop.room({1, H})),
+        carried(mask ? loop.room({2 * H}) : grads.grad_hidden), grad_query(loop.room({1, H})),
         of_fed(block(weight_ih, 0, gates, a.E, a.F)), grad_score(loop.room({a.T, a.Tk})),
         grad_fed(of_context ? grad_attentional : grad_contexts) {
-    for (const Tensor& x : {state_products, carried, asked, grads.grad_cell}) zero(x);
+    for (const Tensor& x : {state_products, carried, grad_query, grads.grad_cell}) zero(x);
     grad_contexts = returned(given.grad_contexts, a.attends, a.Dv);
     grad_attentional = returned(given.grad_attentional, a.attentional.data, a.F);
     if (!a.attends) return;
@@ -469,7 +469,7 @@ class BackwardLoop {
   // Run attention's backward at step t and store into row `to` of `state_products`.
   void attend_backward(int64_t t, int64_t to) {
     Backward now = attends;
-    move_on(now, t);
+    shift_to_step(now, t);
     now.query = loop.view_at(queries, t);
     now.weights = loop.view_at(weights, t);
     now.grad_context = loop.view_at(grad_contexts, t);
@@ -480,7 +480,7 @@ class BackwardLoop {
     }
     now.grad_score = loop.view_at(grad_score, t);
     if (grad_weights) now.grad_weights = loop.view_at(*grad_weights, t);
-    now.grad_query = given.weight_query ? loop.view_at(state_products, to) : loop.view_at(asked, 0);
+    now.grad_query = given.weight_query ? loop.view_at(state_products, to) : loop.view_at(grad_query, 0);
     cuda::run_backward(now, hidden);
   }
 
@@ -490,25 +490,26 @@ class BackwardLoop {
   }
 
   void run_cell_backward(int64_t t) {
-    const MoveBack call = {
+    const CellStepBackward call = {
         .B = a.B,
         .H = H,
         .t = t,
         .target_lengths = a.target_lengths,
         .grad_state = loop.at(grad_states, t),
         .grad_cell_given = grad_cells && lstm ? loop.at(*grad_cells, t) : Rows2{},
-        .gates = kept_of(a.cell) ? loop.at(kept_gates, t) : Rows2{},
+        .gates = saved_of(a.cell) ? loop.at(saved_gates, t) : Rows2{},
         .state = loop.at(states, t),
         .before = loop.before(states, hidden, t),
         .cell = lstm ? loop.at(cells, t) : Rows2{},
         .cell_before = lstm ? loop.before(cells, cell, t) : Rows2{},
-        .reaching = {matrix_rows(carried), loop.at(mask), given.weight_query ? Rows2{} : loop.at(asked, 0)},
+        .reaching = {matrix_rows(carried), loop.at(mask),
+                     given.weight_query ? Rows2{} : loop.at(grad_query, 0)},
         .grad_cell = lstm ? matrix_rows(grads.grad_cell) : Rows2{},
         .of_input = loop.at(of_inputs, t),
         .state_products = loop.at(state_products, t, of.gates)};
     by_cell(a.cell, [&](auto known) {
       const auto kernels = [](auto zero) {
-        return move_back_states<decltype(zero), decltype(known)::cell>;
+        return cell_step_backward<decltype(zero), decltype(known)::cell>;
       };
       loop.run(H, kernels, call);
     });
@@ -516,10 +517,10 @@ class BackwardLoop {
 
   void write_initial_grads() {
     if (given.feed && !a.T) zero(grads.grad_feed);
-    const bool asks_first = a.attends && a.attends_first && !given.weight_query;
+    const bool attends_first = a.attends && a.attends_first && !given.weight_query;
     loop.run(
         H, [](auto zero) { return reach_first<decltype(zero)>; }, H,
-        Reaching{matrix_rows(carried), loop.at(mask), asks_first ? loop.at(asked, 0) : Rows2{}},
+        Reaching{matrix_rows(carried), loop.at(mask), attends_first ? loop.at(grad_query, 0) : Rows2{}},
         matrix_rows(grads.grad_hidden));
   }
 
@@ -547,7 +548,7 @@ class BackwardLoop {
       copy(states, steps(seen, 1, a.T, n * H, H));
     }
     if (mask) scale(steps(seen, 0, a.T + 1, H, H), strided(*mask, {a.B, 1, H}, {H, H, 1}, 0));
-    const Tensor all = empty(loop.fit.device(), {of.all, of.copies * H}, loop.fit.own);
+    const Tensor all = empty(loop.fit.device(), {of.all, of.copies * H}, loop.fit.dtype);
     multiply(all, turned(matrix(state_products)), matrix(seen), false);
     const Tensor sums = sum_of_rows(state_products);
     const auto put = [&](int64_t first, int64_t column, const Tensor& weight, const Tensor& bias) {
