@@ -15,6 +15,7 @@ from importlib.metadata import version
 import pytest
 import torch
 
+from attnfast._utils import command_line
 from attnfast.models import EOS, Config, build
 from attnfast.translate import checkpoint, cli, evaluate
 from attnfast.translate.cli import main
@@ -254,7 +255,7 @@ def test_an_unbuffered_output_is_written_whole_or_refused(tmp_path, monkeypatch,
     def function(args):
         sys.stdout.buffer.write(b"x" * 5000)
 
-    parser = cli.Parser()
+    parser = command_line.Parser()
     parser.set_defaults(function=function)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     for limit, status in ((1000, 2), (9000, 0)):
@@ -263,7 +264,7 @@ def test_an_unbuffered_output_is_written_whole_or_refused(tmp_path, monkeypatch,
             patch.setattr(sys, "stdout", out)
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
             try:
-                assert cli.run(parser, []) == status
+                assert command_line.run(parser, []) == status
             finally:
                 resource.setrlimit(resource.RLIMIT_FSIZE, before)
         said = capsys.readouterr().err
@@ -401,9 +402,9 @@ def test_too_little_memory(options, said, capsys):
     def function(args):
         raise MemoryError
 
-    parser = cli.Parser()
+    parser = command_line.Parser()
     parser.set_defaults(function=function)
     for option in options:
         parser.add_argument(option)
-    assert cli.run(parser, []) == 2
+    assert command_line.run(parser, []) == 2
     assert capsys.readouterr().err == f"attnfast: too little memory{said}\n"

@@ -413,12 +413,12 @@ def test_steps_of_a_search_pack_once(kind, recurrence):
         for part in x.split(1, 1):
             output, state = layer(part, memory, state)
             outputs.append(output)
-            kept.append(state.packed[0].kept)
+            kept.append(state.packed[0].tensor)
         assert all(y is kept[0] for y in kept)
         torch.testing.assert_close(torch.cat(outputs, 1), layer(x, memory).output)
         layer.weight_hh_l0.mul_(0.5)
         changed, after = layer(x[:, :1], memory, state)  # packs again
-        assert after.packed[0].kept is not kept[0]
+        assert after.packed[0].tensor is not kept[0]
         again, _ = layer(x[:, :1], memory, state._replace(packed=None))
         assert torch.equal(changed, again)
 

@@ -615,10 +615,12 @@ def erasure(reader: AttentionModel, embedded: Tensor, lengths: Tensor, ranking: 
     decision, hidden = output.argmax(-1), ~_exist(embedded, lengths)
     count = (~hidden).sum(-1, dtype=output.dtype)
     order = ranking.masked_fill(hidden, -torch.inf).argsort(dim=1, descending=True, stable=True)
-    share, kept = torch.ones_like(output[:, 0]), weights.clone()
+    share, remaining = torch.ones_like(output[:, 0]), weights.clone()
     for k in range(1, embedded.shape[1]):
-        kept.scatter_(1, order[:, k - 1 : k], 0)
-        some = kept / kept.sum(-1, keepdim=True).clamp_min(torch.finfo(kept.dtype).tiny)
+        remaining.scatter_(1, order[:, k - 1 : k], 0)
+        some = remaining / remaining.sum(-1, keepdim=True).clamp_min(
+            torch.finfo(remaining.dtype).tiny
+        )
         changed = _output(reading, embedded, some.to(embedded.dtype))[0].argmax(-1) != decision
         first = changed & (share == 1) & (k < count)
         share = torch.where(first, k / count, share)

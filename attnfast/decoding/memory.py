@@ -89,10 +89,10 @@ class Memory(NamedTuple):
     def index_select(self, index: Tensor) -> Memory:
         """Return the memory of the sequences ``index``, reordered or repeated for beam search."""
         names = ("key", "value", "lengths", "mask", "fertility")
-        kept = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        tensors = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         if self.mask is not None and len(self.mask) != len(self.key):
-            del kept["mask"]  # one for all sequences
-        chosen = {name: x.index_select(0, index) for name, x in kept.items()}
+            del tensors["mask"]  # one for all sequences
+        chosen = {name: x.index_select(0, index) for name, x in tensors.items()}
         memory = self._replace(**chosen, shared_keys=None, buffers=(None, None))
         shared = self.shared_keys
         return memory if shared is None else memory._with_shared_keys(shared.backend)
@@ -539,9 +539,9 @@ def _attend_once_with_history(
         features = shared.features(made_of, call.filters, call.projection)
         call = call._replace(filters=features.filters, projection=features.projection)
         token, pending_gradients = features.token, features.pending_gradients
-    kept = {
+    detached = {
         x: getattr(call, x) for x in ("key", "value", "score_vector")
     }  # their gradients are deferred
-    call = call._replace(**{name: x.detach() for name, x in kept.items() if x is not None})
+    call = call._replace(**{name: x.detach() for name, x in detached.items() if x is not None})
     outputs = CoverageOutputs(*HistoryStep.apply(*call, token, pending_gradients, shared.backend))
     return coverage_output(outputs, call, need_weights)

@@ -32,7 +32,7 @@ PLACE = "_attnfast"  # a module's cache attribute; never in a state_dict, a copy
 PATIENCE = 3  # consecutive sources used only once, before caching stops
 
 
-class _Kept:
+class _CachedResult:
     """A cached result and its inputs; ``missed``: the number of results not reused before it."""
 
     def __init__(
@@ -210,11 +210,11 @@ def cached_per_source(
     """
     tensors = [x for x in (*of, source) if isinstance(x, Tensor)]
     way = _way(tensors[0])
-    kept = module.__dict__.setdefault(PLACE, {})
+    cached = module.__dict__.setdefault(PLACE, {})
     if way is None:
-        kept.pop(name, None)
+        cached.pop(name, None)
         return make()
-    found, missed = kept.get(name), 0
+    found, missed = cached.get(name), 0
     if found is not None:
         if found.holds(of, source, way):
             found.missed = 0
@@ -223,14 +223,14 @@ def cached_per_source(
         else:
             missed = found.missed + 1
     if any(_may_change_undetected(x) for x in tensors):
-        kept.pop(name, None)
+        cached.pop(name, None)
         return (once or make)()
     if missed > PATIENCE:
-        kept[name] = _Passed(of, source, missed)
+        cached[name] = _Passed(of, source, missed)
         return (once or make)()
     result = make()
-    made_here = [x.base for key, x in list(kept.items()) if key != name and x.base is not None]
-    entry = kept[name] = _Kept(result, of, source, way, missed, made_here)
+    made_here = [x.base for key, x in list(cached.items()) if key != name and x.base is not None]
+    entry = cached[name] = _CachedResult(result, of, source, way, missed, made_here)
     node: Any = (
         result.shared_keys and result.shared_keys.token if isinstance(result, Memory) else result
     )
@@ -238,9 +238,9 @@ def cached_per_source(
         owner, made = weakref.ref(module), weakref.ref(entry)
 
         def forget(_: Any) -> None:
-            kept = getattr(owner(), PLACE, {})
-            if kept.get(name) is made():
-                kept.pop(name, None)
+            cached = getattr(owner(), PLACE, {})
+            if cached.get(name) is made():
+                cached.pop(name, None)
 
         node.grad_fn.register_prehook(forget)
     return result

@@ -25,16 +25,12 @@ from torch import nn
 
 import attnfast
 from attnfast._utils.checks import InputError, first_line
+from attnfast._utils.command_line import Parser, run
 from attnfast._utils.dispatch_log import Choice, explain
 from attnfast.integrations.adapter import Adapter
 from attnfast.integrations.find import Found, attention_code, find_attention
-from attnfast.integrations.probe import (
-    Measurement,
-    measure,
-    quietly,
-    static_skip_reason,
-    unsupported_attributes,
-)
+from attnfast.integrations.inspection import static_skip_reason, unsupported_attributes
+from attnfast.integrations.probe import Measurement, measure, quietly
 from attnfast.integrations.registry import (
     ADAPTERS,
     adapters_of,
@@ -43,7 +39,6 @@ from attnfast.integrations.registry import (
     register_adapter,
     unknown_reason,
 )
-from attnfast.translate.cli import Parser, run
 
 __all__ = ["main"]
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from attnfast.integrations.adapter import Adapter
-from attnfast.integrations.probe import methods_of, words
+from attnfast.integrations.inspection import methods_of, words
 from attnfast.integrations.registry import adapters_of, check_command, unknown_reason
 
 __all__ = ["Found", "attention_code", "find_attention"]

@@ -80,11 +80,11 @@ def _copying(theirs: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(theirs)
     def method(self, *memos):
-        memo, kept = (*memos, {})[0], vars(self).get(PLACE)
-        if kept is not None:
-            memo[id(kept)] = {}  # the cache of the deep copy
+        memo, cached = (*memos, {})[0], vars(self).get(PLACE)
+        if cached is not None:
+            memo[id(cached)] = {}  # the cache of the deep copy
         twin = theirs(self, *memos)
-        memo.pop(id(kept), None)
+        memo.pop(id(cached), None)
         if type(twin) is type(self)._attnfast_own:
             _patch(twin, type(self)._attnfast_adapter, type(self)._attnfast_kinds)
         if twin is not self:

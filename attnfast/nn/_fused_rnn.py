@@ -138,7 +138,7 @@ class Packed(NamedTuple):
     """Parameters packed by a backend, and the versions that show later changes."""
 
     backend: str
-    kept: Tensor
+    tensor: Tensor
     parameters: list[Tensor | None]  # referenced, so that their memory is not reused
     versions: list[int]
 
@@ -205,8 +205,8 @@ def upcast_halves(call: Any) -> Any:
     """Return an operator's call in float32 if it is in half precision; weights stay bfloat16."""
     if not _is_half(call.hidden):
         return call
-    kept = WEIGHTS if call.hidden.dtype == torch.bfloat16 else ()
-    half = {n: x for n, x in call._asdict().items() if _is_half(x) and n not in kept}
+    bfloat16_names = WEIGHTS if call.hidden.dtype == torch.bfloat16 else ()
+    half = {n: x for n, x in call._asdict().items() if _is_half(x) and n not in bfloat16_names}
     return call._replace(**{n: x.float() for n, x in half.items()})
 
 
@@ -294,7 +294,7 @@ def run_layer(
     )  # fmt: skip
     if single and not is_tracing():
         packed = _packed(call, backend, state.packed)
-        call = call._replace(packed=None if packed is None else packed.kept)
+        call = call._replace(packed=None if packed is None else packed.tensor)
     done = dispatch.run(RECURRENT, upcast_halves(call), backend)
     lengths = target_lengths if target_mask is None else target_mask.sum(-1)
     if isinstance(history, SpanState):
@@ -409,8 +409,8 @@ def _packed(call: RecurrentInputs, backend: str, before: Packed | None) -> Packe
     ):
         return before
     wide = upcast_halves(call)
-    kept = BACKENDS[backend].pack(*[getattr(wide, x) for x in names], feed_size(call), call.mode)
-    return None if kept is None else Packed(backend, kept, parameters, versions)
+    tensor = BACKENDS[backend].pack(*[getattr(wide, x) for x in names], feed_size(call), call.mode)
+    return None if tensor is None else Packed(backend, tensor, parameters, versions)
 
 
 def _run_steps(

@@ -43,8 +43,8 @@ class SpanState(NamedTuple):
 
     def index_select(self, index: Tensor) -> SpanState:
         """Return the state of the sequences ``index``."""
-        kept = {name: x for name, x in self._asdict().items() if isinstance(x, Tensor)}
-        return self._replace(**{name: x.index_select(0, index) for name, x in kept.items()})
+        tensors = {name: x for name, x in self._asdict().items() if isinstance(x, Tensor)}
+        return self._replace(**{name: x.index_select(0, index) for name, x in tensors.items()})
 
     def after(self, rows: int | Tensor) -> SpanState:
         """Return the state after more rows: an int, or ``[B]`` counts without padding."""

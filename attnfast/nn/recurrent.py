@@ -137,8 +137,8 @@ class AttentionRNN(_AttentionWrapper):
             features += 0 if layer and self._is_stack else fed
             for name, shape in zip(NAMES, ((features,), (hidden_size,), (), ())):
                 room = torch.empty(GATES[self.mode] * hidden_size, *shape)
-                kept = nn.Parameter(room) if bias or shape else None
-                self.register_parameter(f"{name}_l{layer}", kept)
+                parameter = nn.Parameter(room) if bias or shape else None
+                self.register_parameter(f"{name}_l{layer}", parameter)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -280,7 +280,7 @@ class AttentionRNN(_AttentionWrapper):
         check_flag("need_weights", need_weights)
         start = self._start(input, hx)
         lengths = None if target_lengths is None else target_lengths.long()
-        hidden, cells, kept, steps = [], [], [], []
+        hidden, cells, packs, steps = [], [], [], []
         x, layers, stack = input, list(range(self.num_layers)), self._is_stack
         for numbers in [layers] if stack else [[i] for i in layers]:
             of_all: Any = (start.hidden, start.cell, start.packed)
@@ -302,7 +302,7 @@ class AttentionRNN(_AttentionWrapper):
             hidden.append(last_of(done.states, h, lengths))
             if done.cells is not None:
                 cells.append(last_of(done.cells, c, lengths))
-            kept.append(done.packed)
+            packs.append(done.packed)
             contexts = steps[0].contexts
             if numbers[-1] + 1 < self.num_layers:
                 assert contexts is not None
@@ -316,7 +316,7 @@ class AttentionRNN(_AttentionWrapper):
         joined = torch.cat if stack else torch.stack
         state = RecurrentState(
             joined(hidden), joined(cells) if cells else None, feed, attended.history,
-            None if stack else tuple(kept),
+            None if stack else tuple(packs),
         )  # fmt: skip
         states = steps[-1].output
         output = states if attended.attentional is None else attended.attentional

@@ -50,8 +50,8 @@ class CumulativeState(NamedTuple):
 
     def index_select(self, index: Tensor) -> CumulativeState:
         """Return the history of the sequences ``index``."""
-        kept = {name: x for name, x in self._asdict().items() if x is not None}
-        return self._replace(**{name: x.index_select(0, index) for name, x in kept.items()})
+        tensors = {name: x for name, x in self._asdict().items() if x is not None}
+        return self._replace(**{name: x.index_select(0, index) for name, x in tensors.items()})
 
     def _state(self) -> dict[str, Tensor]:
         """Return the arguments of :func:`attnfast.coverage_attention` that continue from it."""

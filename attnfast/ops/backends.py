@@ -245,8 +245,8 @@ class Cpu(Backend):
         return 3
 
     def key_exponentials(self, key: Tensor, lengths: Tensor | None, score: str) -> Tensor | None:
-        kept = torch.ops.attnfast_cpu.key_exponentials(key.detach(), lengths, score)
-        return kept if kept.numel() else None
+        exponentials = torch.ops.attnfast_cpu.key_exponentials(key.detach(), lengths, score)
+        return exponentials if exponentials.numel() else None
 
     def pack(self, *parameters: Any) -> Tensor | None:
         return torch.ops.attnfast_cpu.pack_recurrent(*parameters)

@@ -320,14 +320,14 @@ def recurrent(call: RecurrentInputs) -> RecurrentOutputs:
         if call.attends_first and call.key is not None:
             query, context, weights = attend(moved[-1][0], t)
             f = context
-        read, kept = torch.cat([inputs[:, t], f], -1), []
+        read, saved_gates = torch.cat([inputs[:, t], f], -1), []
         for i, level in enumerate(levels):
             if i and call.dropout_between is not None:
                 read = read * call.dropout_between[i - 1, :, t]
             x = linear(read, level.weight_ih, level.bias_ih)
             read, c, gates = cell_step(level, x, *moved[i])
             moved[i] = read, c
-            kept.append(gates)
+            saved_gates.append(gates)
         h = moved[-1][0]
         if not call.attends_first and call.key is not None:
             query, context, weights = attend(h, t)
@@ -341,7 +341,7 @@ def recurrent(call: RecurrentInputs) -> RecurrentOutputs:
         row = {
             "states": of_layers([h for h, _ in moved]), "cells": of_layers([c for _, c in moved]),
             "contexts": context, "weights": weights, "attentional": attentional, "queries": query,
-            "gates": of_layers(kept),
+            "gates": of_layers(saved_gates),
         }  # fmt: skip
         for name, y in row.items():
             results[name] += [] if y is None or not y.shape[-1] else [y]

@@ -9,23 +9,20 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.metadata
-import io
-import os
 import platform
-import signal
 import sys
-import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from attnfast import __version__
-from attnfast._utils.checks import InputError, describe, optional, out_of_memory, reason
+from attnfast._utils.checks import InputError, describe, optional, reason
+from attnfast._utils.command_line import Parser, run
 from attnfast._utils.progress import Progress, log
 from attnfast._utils.settings import kind_of
-from attnfast._utils.signals import Interrupted, raise_on_signal
+from attnfast._utils.signals import Interrupted
 from attnfast.ops.backends import BACKENDS, unsupported_reason
 
 if TYPE_CHECKING:
@@ -329,16 +326,6 @@ def demo(args: argparse.Namespace) -> None:
     run(Path(args.output_dir), log)
 
 
-class Parser(argparse.ArgumentParser):
-    """A parser that reports errors in one sentence and prints the usage only for --help."""
-
-    def error(self, message: str) -> NoReturn:
-        before, separator, choices = message.removeprefix("argument ").partition(" (choose from ")
-        sentence = before + separator + choices.replace("'", "")
-        more = f": {self.prog} --help says more" if sentence == message else ""
-        raise InputError(sentence + more)
-
-
 class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
     """Show defaults, except None and False, which the help texts describe."""
 
@@ -482,66 +469,6 @@ def _parser() -> Parser:
     )
     command(info)
     return parser
-
-
-def _with_options(text: str, args: argparse.Namespace) -> str:
-    """Replace the name of an argument by the option that the user typed."""
-    name, _, rest = text.partition(" ")
-    named = rest.startswith("must be") and name in vars(args)
-    return f"--{name.replace('_', '-')} {rest}" if named else text
-
-
-def _prepare_output() -> None:
-    """Make the standard output write everything or raise, with ``?`` for missing characters."""
-    out = sys.stdout
-    if not isinstance(out, io.TextIOWrapper):
-        return
-    if isinstance(out.buffer, io.RawIOBase):  # PYTHONUNBUFFERED: writes may be partial
-        sys.stdout = open(  # noqa: SIM115
-            out.fileno(), "w", 1, encoding=out.encoding, errors="replace", closefd=False
-        )
-    else:
-        out.reconfigure(errors="replace")
-
-
-def run(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> int:
-    """Parse a command line, call its ``function``, and return the exit status: its own, or 0.
-
-    Errors that a user can correct, and signals, end in one sentence.
-    """
-    args = argparse.Namespace()
-    _prepare_output()
-    status = 0
-    with warnings.catch_warnings(), raise_on_signal():
-        warnings.showwarning = lambda message, *_, **__: log(str(message))
-        try:
-            try:
-                parser.parse_args(argv, args)
-                status = args.function(args) or 0
-            except SystemExit:  # --help or --version
-                pass
-            if sys.stdout is not None:
-                sys.stdout.flush()
-        except InputError as error:
-            log(_with_options(str(error), args))
-            return 2
-        except (RuntimeError, MemoryError) as error:
-            if not out_of_memory(error):
-                raise
-            sizes = ("batch_size", "max_length", "hidden_dim", "dim", "beam")
-            some = " or ".join(f"--{x.replace('_', '-')}" for x in sizes if hasattr(args, x))
-            log("too little memory" + (f": a smaller {some} may fit" if some else ""))
-            return 2
-        except OSError as error:  # files are refused where they are opened: this is a pipe
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            if isinstance(error, BrokenPipeError):
-                return 0
-            log(f"cannot write the standard output: {reason(error)}")
-            return 2
-        except KeyboardInterrupt as stop:
-            log(str(stop) or "interrupted; existing files are intact")
-            return 128 + (stop.number if isinstance(stop, Interrupted) else signal.SIGINT)
-    return status
 
 
 def main(argv: Sequence[str] | None = None) -> int:
