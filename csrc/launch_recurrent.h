@@ -36,6 +36,10 @@ bool multiplies_narrow();
   X(Optional, weight_ih_upper, sizes, of_weights, {layers - 1, G * H, H}) \
   X(Optional, dropout_between, sizes, dtype, {layers - 1, B, T, H})       \
   X(Optional, dropout_output, sizes, dtype, {B, T, output_dim})           \
+  X(Optional, dropout_state, layered, dtype, {B, T, H})                   \
+  X(Optional, dropout_query, sizes, dtype, {B, T, H})                     \
+  X(Optional, dropout_feed, sizes, dtype, {B, T, F})                      \
+  X(Optional, dropout_joined, sizes, dtype, {B, T, Dv + H})               \
   X(Optional, filters, sizes, dtype, {K, channels, taps})                 \
   X(Optional, projection, sizes, dtype, {A, K})                           \
   X(Optional, penalty, sizes, dtype, {1})                                 \
@@ -58,29 +62,29 @@ bool multiplies_narrow();
   X(Optional, packed, bytes)                               \
   ATTNFAST_LAYER_OPTIONS(X)
 
-#define ATTNFAST_RECURRENT_BACKWARD(X)                                                      \
-  X(Tensor, grad_states, layered, dtype, {B, T, H})                                         \
-  X(Optional, grad_cells, of_layers, given.cell.has_value(), H)                             \
-  X(Optional, grad_contexts, result, given.key, Dv)                                         \
-  X(Optional, grad_weights, result, given.key, Tk)                                          \
-  X(Optional, grad_attentional, result, given.weight_output, output_dim)                    \
-  X(Optional, grad_coverage, after, given.coverage, {B, Tk})                                \
-  X(Optional, grad_loss, after, given.coverage, {B})                                        \
-  X(Optional, grad_log_weights, result, given.transition_prob, Tk)                          \
-  X(Tensor, input, sizes, dtype, {B, T, E})                                                 \
-  ATTNFAST_LAYER_PARAMETERS(X)                                                              \
-  ATTNFAST_LAYER_TERMS(X)                                                                   \
-  X(Tensor, states, layered, dtype, {B, T, H})                                              \
-  X(Tensor, cells, of_layers, given.cell.has_value(), H)                                    \
-  X(Tensor, contexts, result, given.key, Dv)                                                \
-  X(Tensor, weights, result, given.key, Tk)                                                 \
-  X(Tensor, attentional, result, given.weight_output, output_dim)                           \
-  X(Tensor, queries, of_steps, given.key && (given.weight_query || given.attends_first), A) \
-  X(Tensor, gates, of_layers, given.mode != "tanh", 4 * H)                                  \
-  X(Tensor, log_weights, of_steps, given.transition_prob.has_value(), Tk)                   \
-  ATTNFAST_LAYER_OPTIONS(X)                                                                 \
-  X(bool, need_grad_input, any)                                                             \
-  X(bool, need_grad_parameters, any)                                                        \
+#define ATTNFAST_RECURRENT_BACKWARD(X)                                    \
+  X(Tensor, grad_states, layered, dtype, {B, T, H})                       \
+  X(Optional, grad_cells, of_layers, given.cell.has_value(), H)           \
+  X(Optional, grad_contexts, result, given.key, Dv)                       \
+  X(Optional, grad_weights, result, given.key, Tk)                        \
+  X(Optional, grad_attentional, result, given.weight_output, output_dim)  \
+  X(Optional, grad_coverage, after, given.coverage, {B, Tk})              \
+  X(Optional, grad_loss, after, given.coverage, {B})                      \
+  X(Optional, grad_log_weights, result, given.transition_prob, Tk)        \
+  X(Tensor, input, sizes, dtype, {B, T, E})                               \
+  ATTNFAST_LAYER_PARAMETERS(X)                                            \
+  ATTNFAST_LAYER_TERMS(X)                                                 \
+  X(Tensor, states, layered, dtype, {B, T, H})                            \
+  X(Tensor, cells, of_layers, given.cell.has_value(), H)                  \
+  X(Tensor, contexts, result, given.key, Dv)                              \
+  X(Tensor, weights, result, given.key, Tk)                               \
+  X(Tensor, attentional, result, given.weight_output, output_dim)         \
+  X(Tensor, queries, of_steps, has_queries, A)                            \
+  X(Tensor, gates, of_layers, given.mode != "tanh", 4 * H)                \
+  X(Tensor, log_weights, of_steps, given.transition_prob.has_value(), Tk) \
+  ATTNFAST_LAYER_OPTIONS(X)                                               \
+  X(bool, need_grad_input, any)                                           \
+  X(bool, need_grad_parameters, any)                                      \
   X(bool, need_grad_key, any)
 
 Cell cell_of(const std::string& mode) {
@@ -93,7 +97,8 @@ Cell cell_of(const std::string& mode) {
 // The sizes of a layer; T is 1 if there are no inputs.
 struct LayerChecker : ArgumentChecker, FilterSizes {
   ScalarType of_weights;
-  bool stacked = false;  // there are layers above the first
+  bool stacked = false;      // there are layers above the first
+  bool has_queries = false;  // the queries are not the states of their own steps
   int64_t layers = 1, T = 1, E = 0, H = 0, G, F = 0, output_dim = 0, Tk = 0, A = 0, Dv = 0;
 
   template <class Arguments>
@@ -134,6 +139,9 @@ struct LayerChecker : ArgumentChecker, FilterSizes {
     if constexpr (requires { given.dropout_between; }) {
       needs(given.dropout_between, given.weight_ih_upper, "dropout_between");
       needs(given.dropout_output, given.weight_output, "dropout_output");
+      needs(given.dropout_joined, given.weight_output, "dropout_joined");
+      needs(given.dropout_query, given.key, "dropout_query");
+      needs(given.dropout_feed, given.key, "dropout_feed");
     }
     needs(given.bias_query, given.weight_query, "bias_query");
     needs(given.bias_output, given.weight_output, "bias_output");
@@ -143,6 +151,8 @@ struct LayerChecker : ArgumentChecker, FilterSizes {
       check(given.value->dim() == 3, "value");
       Tk = given.key->size(1);
       Dv = F = given.value->size(2);
+      has_queries = given.weight_query || given.attends_first;
+      if constexpr (requires { given.dropout_query; }) has_queries |= given.dropout_query.has_value();
     }
     if (given.weight_query)
       check(given.weight_query->dim() == 2, "weight_query"), A = given.weight_query->size(0);
@@ -271,6 +281,10 @@ void put_layer(const Arguments& given, const LayerChecker& fit, Layer& a, KeepAl
   if constexpr (requires { given.dropout_between; }) {
     a.dropout_between = packed_view(given.dropout_between, keep, true);
     a.dropout_output = packed_view(given.dropout_output, keep);
+    a.dropout_state = packed_view(given.dropout_state, keep, fit.stacked);
+    a.dropout_query = packed_view(given.dropout_query, keep);
+    a.dropout_feed = packed_view(given.dropout_feed, keep);
+    a.dropout_joined = packed_view(given.dropout_joined, keep);
   }
   put_weights(given, a, keep);
   a.bias_ih = packed_view(given.bias_ih, keep);
@@ -347,7 +361,7 @@ RecurrentOutputs results_of(const RecurrentArguments& given, const LayerChecker&
       .attentional = room(given.weight_output.has_value(), a.output_dim, a.attentional),
       .coverage = coverage,
       .loss = loss,
-      .queries = room(a.attends && (given.weight_query || a.attends_first), a.A, a.queries),
+      .queries = room(fit.has_queries, a.A, a.queries),
       .gates = of_layers(a.cell != Cell::tanh, 4 * a.H, a.gates),
       .log_weights = room(given.transition_prob.has_value(), a.Tk, a.attention.log_weights),
   };

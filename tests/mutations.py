@@ -1371,14 +1371,24 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
             ("if (!runs(a, b, t)) x = Vec<C>{};", ""),
             ("f = mask == 0 ? Vec<C>{} : f / mask;", ""),
         ],
-        "backward_units": [("if (given_cell) grad_cell += part(given_cell);", "")],
+        "backward_units": [
+            ("if (given_cell) grad_cell += part(given_cell);", ""),
+            ("value = factor == 0 ? Vec<C>{} : value / factor;", ""),
+        ],
         "write_initial_grads": [
             ("if (layer == a.layers - 1 && a.attends_first && a.T) add_attended(0, block, x);", ""),
         ],
         "backward_block": [("if (layer == a.layers - 1) add_attended(", "add_attended(")],
+        "add_attended": [
+            ("multiply_mask(a.dropout_joined, a.Dv, t,", "multiply_mask(a.dropout_joined, 0, t,"),
+        ],
+        "grad_to_fed": [("if (a.dropout_feed.data) g *=", "if (false) g *=")],
         "grad_to_below": [("x, at_layer<C>(a.dropout_between, layer - 1), t);", "x, View{}, t);")],
         "list_gradients": [
             ("below(a.dropout_between), gates", "none, gates"),
+            ("!a.attends_first, a.dropout_feed,", "!a.attends_first, none,"),
+            ("a.attends_first, a.dropout_query, a.A,", "a.attends_first, none, a.A,"),
+            ("columns_from(a.dropout_joined, a.Dv), a.F", "a.dropout_joined, a.F"),
             ("columns_from(rest.left, gates);", "columns_from(rest.left, alike);"),
         ],
         "pack_right": [

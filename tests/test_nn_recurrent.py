@@ -309,6 +309,41 @@ def test_dropout_within_a_stack(monkeypatch):
     assert not torch.allclose(layer(x, memory).output, dropped)
 
 
+@pytest.mark.cpu_library
+@pytest.mark.parametrize("recurrence", RECURRENCES)
+@pytest.mark.parametrize("kind", [attn.AttentionGRU, attn.AttentionLSTM])
+@pytest.mark.parametrize("attention", ["bahdanau", "location"])
+@pytest.mark.parametrize("layers", [1, 2])
+def test_masks_of_steps_in_one_call_and_step_by_step(
+    layers, attention, kind, recurrence, monkeypatch
+):
+    """Every mask of a step's dropout comes to the same in the operator and in the loop."""
+    options = {"num_layers": layers, "query_layer": "last"} if layers > 1 else {}
+    layer, x, source, lengths = layer_and_inputs(kind, attention, recurrence=recurrence, **options)
+    memory, cell = layer.prepare(source, lengths), layer._layer(*range(layers))
+    B, T, H, Dv = *x.shape[:2], layer.hidden_size, layer.context_size
+    lead = (layers,) * (layers > 1)
+    sizes = {"state": (*lead, B, T, H), "query": (B, T, H), "feed": (B, T, layer._fed)}
+    if layers > 1:
+        sizes["between"] = (layers - 1, B, T, H)
+    if recurrence == "input_feeding":
+        sizes |= {"joined": (B, T, Dv + H), "output": (B, T, layer.output_size)}
+    masks = {f"dropout_{name}": torch.rand(size).double() for name, size in sizes.items()}
+    state = layer_code.RecurrentState(
+        *[torch.randn(*lead, B, H).double()] * (1 + (layer.mode == "lstm"))
+    )
+
+    def run(**given):
+        return layer_code.run_layer(cell, x, state, layer.attention, memory, **given)
+
+    whole = run(**masks)
+    each = {name: run(**{name: mask}).output for name, mask in masks.items()}
+    monkeypatch.setattr(layer_code, "select_layer_backend", lambda *_, **__: (None, ""))
+    torch.testing.assert_close(run(**masks).states, whole.states)
+    torch.testing.assert_close(run(**masks).contexts, whole.contexts)
+    assert not any(torch.allclose(run().output, output) for output in each.values())
+
+
 @torch.no_grad()
 def test_modules_that_are_more_than_their_parameters_are_called():
     layer, x, source, lengths = layer_and_inputs(

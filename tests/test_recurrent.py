@@ -53,6 +53,11 @@ class Case:
 EVERYTHING = ("projection", "lengths", "mask", "span", "targets", "dropout", "feed", "biases")
 #: Layers above the first; "targets" and the others go with them.
 STACK = ("stack", "dropout above", "dropout of output")
+#: Dropout of every step alone.
+MASKS = (
+    "dropout of state", "dropout of query", "dropout of feed", "dropout of joined",
+    "dropout of output",
+)  # fmt: skip
 #: With "past" attention has a history, and no span; with "unread" no gradient comes for contexts.
 PAST = ("past", "filters", "penalty", "fertility", "transition")
 OF_HISTORY = (
@@ -113,6 +118,8 @@ def _wide_call(case: Case, device: torch.device) -> RecurrentInputs:
         args["target_lengths"] = torch.randint(0, T + 1, (B,), generator=g).to(device)
     if "dropout" in terms:
         args["dropout"] = mask(*layers, B, H)
+    if "dropout of state" in terms:
+        args["dropout_state"] = mask(*layers, B, T, H)
     if "stack" in terms:
         args["weight_ih_upper"] = floats(layers[0] - 1, G * H, H, scale=max(H, 1) ** -0.5)
         if "dropout above" in terms:
@@ -130,6 +137,9 @@ def _wide_call(case: Case, device: torch.device) -> RecurrentInputs:
         args["weight_output"] = floats(F, Dv + H, scale=max(Dv + H, 1) ** -0.5)
         args["bias_output"] = floats(F) if "biases" in terms else None
         args["dropout_output"] = mask(B, T, F) if "dropout of output" in terms else None
+        args["dropout_joined"] = mask(B, T, Dv + H) if "dropout of joined" in terms else None
+    args["dropout_query"] = mask(B, T, H) if "dropout of query" in terms else None
+    args["dropout_feed"] = mask(B, T, F) if "dropout of feed" in terms else None
     if "feed" in terms and not args["attends_first"]:
         args["feed"] = floats(B, F)
     if "lengths" in terms:
@@ -330,7 +340,19 @@ CASES = [
         for more in ((), ("narrow",), PAST)
     ),
     *(
-        Case("gru", "input_feeding", "tanh", terms=(*EVERYTHING, *STACK), **{size: 0})
+        Case(mode, recurrence, score, terms=(*terms, *MASKS), seed=seed)
+        for mode in GATES
+        for recurrence in RECURRENCES
+        for seed, (score, terms) in enumerate([("dot", ()), ("tanh", EVERYTHING)])
+    ),
+    *(
+        Case("lstm", x, "tanh", 37, 6, 5, 65, 30, 40, 33, 20, (*EVERYTHING, *MASKS, *more), seed=1)
+        for x in RECURRENCES
+        for more in (STACK, ("narrow",), PAST)
+    ),
+    *(Case(mode, None, terms=("dropout of state", "targets"), H=70) for mode in GATES),
+    *(
+        Case("gru", "input_feeding", "tanh", terms=(*EVERYTHING, *STACK, *MASKS), **{size: 0})
         for size in ("B", "T", "Tk", "Dv")
     ),
     Case("gru", "attend_first", "tanh", B=2, T=3, Tk=9, A=200, H=600, E=300, Dv=520),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -240,23 +241,22 @@ def run_layer(
     *,
     target_lengths: Tensor | None = None,
     target_mask: Tensor | None = None,
-    dropout: Tensor | None = None,
-    dropout_between: Tensor | None = None,
-    dropout_output: Tensor | None = None,
     need_weights: bool = False,
+    **dropouts: Tensor | None,
 ) -> LayerOutputs:
     """Run a layer, or a stack, over ``input [B, T, E]``, starting from ``state``.
 
     ``state.hidden`` is ``[B, H]``, or ``[L, B, H]`` for a stack. ``target_mask [B, T]`` is for
-    attention whose history needs it; the dropouts are the masks of
-    :class:`attnfast.ops.recurrent.RecurrentInputs`. One operator runs the layer if it can,
+    attention whose history needs it; ``dropouts`` are the masks of
+    :class:`attnfast.ops.recurrent.RecurrentInputs`, by name. One operator runs the layer if it can,
     otherwise a loop over steps of PyTorch's cells. A single step of one layer keeps the packed
     parameters for the next step, if the backend packs them.
     """
     single = input.shape[1] == 1
     backend, reason, output = None, "its cell or output layer is no plain module", layer.output
     plain = layer.rnn is None and (output is None or is_plain(output, nn.Linear))
-    stack = layer.weight_ih_upper is not None or dropout_output is not None
+    given = {name: x for name, x in dropouts.items() if x is not None}
+    stack = layer.weight_ih_upper is not None or bool(given.keys() - {"dropout"})
     in_loop = stack or (torch.is_grad_enabled() and _is_large(layer, memory))
     if plain and single and in_loop:
         reason = "a single step of a stack, or of a large layer with gradients, is faster in a loop"
@@ -267,15 +267,12 @@ def run_layer(
         if single and backend is not None and not BACKENDS[backend].packs:
             backend, reason = None, f"{backend} keeps no packed parameters for single steps"
     record("recurrent layer", backend or "step by step", reason)
-    dropouts: dict[str, Any] = {
-        "dropout": dropout, "dropout_between": dropout_between, "dropout_output": dropout_output
-    }  # fmt: skip
     if backend is None and input.shape[1] == 0:
         return _run_no_step(layer, input, state, attention, memory, need_weights)
     if backend is None:
         return _run_steps(
             layer, input, state, attention, memory, target_lengths=target_lengths,
-            target_mask=target_mask, need_weights=need_weights, **dropouts,
+            target_mask=target_mask, need_weights=need_weights, dropouts=given,
         )  # fmt: skip
     terms: dict[str, Any] = {}
     history = packed = None
@@ -290,7 +287,7 @@ def run_layer(
         state.cell, bias_ih=layer.bias_ih, bias_hh=layer.bias_hh,
         weight_output=getattr(output, "weight", None), bias_output=getattr(output, "bias", None),
         target_lengths=target_lengths, weight_ih_upper=layer.weight_ih_upper, mode=layer.mode,
-        attends_first=layer.attends_first, **dropouts, **terms,
+        attends_first=layer.attends_first, **terms, **given,  # type: ignore[arg-type]
     )  # fmt: skip
     if single and not is_tracing():
         packed = _packed(call, backend, state.packed)
@@ -422,10 +419,8 @@ def _run_steps(
     *,
     target_lengths: Tensor | None,
     target_mask: Tensor | None,
-    dropout: Tensor | None,
-    dropout_between: Tensor | None,
-    dropout_output: Tensor | None,
     need_weights: bool,
+    dropouts: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> LayerOutputs:
     """Run the layer step by step, with any attention."""
     h, c, history = state.hidden, state.cell, state.history
@@ -437,7 +432,7 @@ def _run_steps(
     rows: list[list[Any]] = [[] for _ in range(5)]
 
     def attend(h: Tensor, t: int) -> tuple[Any, Any, Any]:
-        form = "dense" if need_weights else False
+        h, form = _drop(h, masks.get("dropout_query")), "dense" if need_weights else False
         if not has_history:
             return *attention(h, memory, form), history
         mask = None if target_lengths is None else target_lengths > t
@@ -448,24 +443,24 @@ def _run_steps(
         input = input.masked_fill(~length_mask(target_lengths, input.shape[1]).unsqueeze(-1), 0)
     for t, x in enumerate(input.unbind(1)):
         context = weights = attentional = None
+        masks = {n: y if n == "dropout" else y.select(-2, t) for n, y in dropouts.items()}
         if attention is not None and layer.attends_first:
             context, weights, history = attend(h[-1] if stacked else h, t)
             f = context
-        x = torch.cat([x, f], -1) if features else x
+        if features:
+            x = torch.cat([x, _drop(f, masks.get("dropout_feed"))], -1)
         if every:
-            above = None if dropout_between is None else dropout_between[:, :, t]
-            new_h, new_c = _move_all(every, x, h, c, dropout, above)
+            new_h, new_c = _move_all(every, x, h, c, masks)
         else:
-            new_h, new_c = _move(layer, x, h, c, dropout)
+            new_h, new_c = _move(layer, x, h, c, masks)
         last = new_h[-1] if stacked else new_h
         if attention is not None and not layer.attends_first:
             context, weights, history = attend(last, t)
             f = context
         if layer.output is not None:
             both = torch.cat([context, last], -1)  # type: ignore[list-item]
-            f = attentional = layer.output(both).tanh()
-            if dropout_output is not None:
-                f = attentional = attentional * dropout_output[:, t]
+            attentional = layer.output(_drop(both, masks.get("dropout_joined"))).tanh()
+            f = attentional = _drop(attentional, masks.get("dropout_output"))
         shown = [new_h, new_c, context, weights, attentional]
         if target_lengths is not None:
             padding = target_lengths <= t
@@ -491,8 +486,7 @@ def _run_no_step(
         state = state._replace(history=attention.start(memory))
     step = _run_steps(
         layer, input.new_zeros(input.shape[0], 1, input.shape[2]), state, attention, memory,
-        target_lengths=None, target_mask=None, dropout=None, dropout_between=None,
-        dropout_output=None, need_weights=need_weights,
+        target_lengths=None, target_mask=None, need_weights=need_weights,
     )  # fmt: skip
     rows: dict[str, Any] = {
         x: y[..., :0, :] for x, y in step._asdict().items() if isinstance(y, Tensor)
@@ -500,26 +494,34 @@ def _run_no_step(
     return step._replace(**rows, history=state.history)
 
 
+def _drop(x: Any, mask: Tensor | None) -> Any:
+    """Return x times a dropout mask, if there is one."""
+    return x if mask is None else x * mask
+
+
 def _move_all(
-    every: list[Layer], x: Tensor, h: Tensor, c: Tensor | None, dropout: Tensor | None,
-    above: Tensor | None,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    every: list[Layer], x: Tensor, h: Tensor, c: Tensor | None, masks: Mapping[str, Tensor]
+) -> tuple[Tensor, Tensor | None]:
     """Return the next states and cells of a stack ``[L, B, H]``."""
     states, cells = [], []
+    of_layers = [name for name in ("dropout", "dropout_state") if name in masks]
     for i, layer in enumerate(every):
-        if i and above is not None:
-            x = x * above[i - 1]
-        own = None if c is None else c[i]
-        x, cell = _move(layer, x, h[i], own, None if dropout is None else dropout[i])
+        if i and "dropout_between" in masks:
+            x = x * masks["dropout_between"][i - 1]
+        own = {name: masks[name][i] for name in of_layers}
+        x, cell = _move(layer, x, h[i], None if c is None else c[i], own)
         states.append(x)
         cells.append(cell)
     return torch.stack(states), None if c is None else torch.stack(cells)  # type: ignore[arg-type]
 
 
 def _move(
-    layer: Layer, x: Tensor, h: Tensor, c: Tensor | None, dropout: Tensor | None
+    layer: Layer, x: Tensor, h: Tensor, c: Tensor | None, masks: Mapping[str, Tensor]
 ) -> tuple[Tensor, Tensor | None]:
     """Return the next state and cell."""
+    if "dropout_state" in masks:
+        now, c = _move(layer, x, h, c, {n: y for n, y in masks.items() if n != "dropout_state"})
+        return now * masks["dropout_state"], c
     if layer.rnn is not None:
         every = h if h.dim() == 3 else h.unsqueeze(0)
         if c is None:
@@ -527,9 +529,9 @@ def _move(
         states = layer.rnn(x.unsqueeze(1), (every, c.view_as(every)))[1]
         return states[0].view_as(h), states[1].view_as(c)
     weights: Any = (layer.weight_ih, layer.weight_hh, layer.bias_ih, layer.bias_hh)
-    if dropout is not None:
+    if "dropout" in masks:
         call = RecurrentInputs(x, h, weights[0], weights[1], c, bias_hh=layer.bias_hh)
-        call = call._replace(dropout=dropout, mode=layer.mode)
+        call = call._replace(dropout=masks["dropout"], mode=layer.mode)
         return cell_step(call, F.linear(x, weights[0], layer.bias_ih), h, c)[:2]
     step: Any = CELL_STEPS[layer.mode]
     if layer.mode == "lstm":

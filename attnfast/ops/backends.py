@@ -116,7 +116,7 @@ class DispatchKey(NamedTuple):
     step: bool = False  # one query for each sequence: latency dominates
     filters: int = 0
     history: bool = False  # the attention of a recurrent layer has a history
-    stack: bool = False  # several recurrent layers, or dropout of their outputs
+    stack: bool = False  # several recurrent layers, or dropout of steps
     score: str = "tanh"
 
 
@@ -212,7 +212,7 @@ class Cuda(Backend):
         if request.history:
             return "its recurrent layers attend without a history"
         if request.stack:
-            return "it has one recurrent layer at a time, without dropout of its output"
+            return "it has one recurrent layer at a time, and dropout of no step alone"
         return super().unsupported_reason(request)
 
     def rank(self, request: DispatchKey) -> float:

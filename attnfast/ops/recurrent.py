@@ -60,15 +60,19 @@ class RecurrentInputs(NamedTuple):
     :class:`CoverageInputs`, where ``previous`` holds logarithms if there is a transition. Steps at
     ``target_lengths`` and beyond leave the history unchanged.
 
-    ``target_lengths [B]``, int64: results at these steps and beyond are 0. ``dropout [B, H]`` is
-    multiplied into the state that ``weight_hh`` reads, at every step, ``dropout_output [B, T, F]``
-    into the attentional vectors.
+    ``target_lengths [B]``, int64: results at these steps and beyond are 0.
+
+    Dropout masks are factors: ``dropout [B, H]``, the same at all steps, of the state that
+    ``weight_hh`` reads; ``dropout_state [B, T, H]`` of the cell's new state, whatever reads it;
+    ``dropout_query [B, T, H]`` of the state that becomes the query; ``dropout_feed [B, T, F]`` of
+    the vector that a step is fed; ``dropout_joined [B, T, Dv + H]`` of [c; h], which
+    ``weight_output`` reads; ``dropout_output [B, T, F]`` of the attentional vectors.
 
     With ``weight_ih_upper [L − 1, G·H, H]`` there are L layers, two or more; ``hidden``, ``cell``,
-    ``weight_hh``, ``bias_ih``, ``bias_hh``, ``dropout`` and the results ``states``, ``cells``
-    and ``gates`` are stacked, ``[L, ..]``. ``dropout_between [L − 1, B, T, H]`` is multiplied into
-    the inputs of the layers above the first. ``key_exponentials`` is that
-    of :class:`AttentionInputs`; ``packed`` is what ``pack`` of the same backend returned for the
+    ``weight_hh``, ``bias_ih``, ``bias_hh``, ``dropout``, ``dropout_state`` and the results
+    ``states``, ``cells`` and ``gates`` are stacked, ``[L, ..]``. ``dropout_between [L − 1, B, T,
+    H]`` is of the inputs of the layers above the first. ``key_exponentials`` is that of
+    :class:`AttentionInputs`; ``packed`` is what ``pack`` of the same backend returned for the
     parameters.
     """
 
@@ -95,6 +99,10 @@ class RecurrentInputs(NamedTuple):
     weight_ih_upper: Tensor | None = None
     dropout_between: Tensor | None = None
     dropout_output: Tensor | None = None
+    dropout_state: Tensor | None = None
+    dropout_query: Tensor | None = None
+    dropout_feed: Tensor | None = None
+    dropout_joined: Tensor | None = None
     filters: Tensor | None = None
     projection: Tensor | None = None
     penalty: Tensor | None = None
@@ -165,6 +173,10 @@ class RecurrentBackward(NamedTuple):
     weight_ih_upper: Tensor | None
     dropout_between: Tensor | None
     dropout_output: Tensor | None
+    dropout_state: Tensor | None
+    dropout_query: Tensor | None
+    dropout_feed: Tensor | None
+    dropout_joined: Tensor | None
     filters: Tensor | None
     projection: Tensor | None
     penalty: Tensor | None
@@ -232,6 +244,7 @@ PER_LAYER = (
     "bias_ih",
     "bias_hh",
     "dropout",
+    "dropout_state",
     "states",
     "cells",
     "gates",
@@ -317,6 +330,7 @@ def check(call: RecurrentInputs) -> None:
     if call.key is None:
         given = [x for x in ("value", "score_vector", "weight_query", "bias_query", "weight_output",
                              "bias_output", "mask", "lengths", "key_bounds", "feed", "coverage",
+                             "dropout_query", "dropout_feed",
                              "key_exponentials")
                  if getattr(call, x) is not None]  # fmt: skip
         if given:
@@ -324,7 +338,8 @@ def check(call: RecurrentInputs) -> None:
     _check_past(call)
     for name, of in (
         ("bias_query", "weight_query"), ("bias_output", "weight_output"),
-        ("dropout_output", "weight_output"), ("dropout_between", "weight_ih_upper"),
+        ("dropout_output", "weight_output"), ("dropout_joined", "weight_output"),
+        ("dropout_between", "weight_ih_upper"),
     ):  # fmt: skip
         if getattr(call, name) is not None and getattr(call, of) is None:
             raise_value_error(name, f"None without {of}", "a tensor")
@@ -338,7 +353,8 @@ def check(call: RecurrentInputs) -> None:
         "hidden": (B, H), "weight_ih": (gates, E + F), "weight_hh": (gates, H), "cell": (B, H),
         "feed": (B, F), "bias_ih": (gates,), "bias_hh": (gates,), "weight_query": (A, H),
         "bias_query": (A,), "weight_output": (F, Dv + H), "bias_output": (F,), "dropout": (B, H),
-        "transition_prob": (B, T), "dropout_output": (B, T, F),
+        "transition_prob": (B, T), "dropout_output": (B, T, F), "dropout_state": (B, T, H),
+        "dropout_query": (B, T, H), "dropout_feed": (B, T, F), "dropout_joined": (B, T, Dv + H),
     }  # fmt: skip
     if lead := layers(call):
         above = lead[0] - 1
@@ -396,7 +412,8 @@ def fake(call: RecurrentInputs) -> RecurrentOutputs:
     def room(wanted: Any, columns: int, lead: tuple[int, ...] = ()) -> Tensor:
         return call.input.new_empty((*lead, B, T, columns) if wanted else (0,))
 
-    attends, projects = call.key is not None, call.weight_query is not None
+    attends = call.key is not None
+    projects = call.weight_query is not None or call.dropout_query is not None
     A = H if call.weight_query is None else call.weight_query.shape[0]
     Tk, Dv = (0, 0) if call.value is None else call.value.shape[-2:]
     return RecurrentOutputs(

@@ -291,7 +291,9 @@ def recurrent(call: RecurrentInputs) -> RecurrentOutputs:
 
     def attend(h: Tensor, t: int) -> tuple[Tensor, Tensor, Tensor]:
         nonlocal past, loss
-        query = h if call.weight_query is None else linear(h, call.weight_query, call.bias_query)
+        query = h if call.dropout_query is None else h * call.dropout_query[:, t]
+        if call.weight_query is not None:
+            query = linear(query, call.weight_query, call.bias_query)
         now = query.unsqueeze(1), slice(t, t + 1)
         if past[0] is None or past[1] is None:
             context, weights, *_ = attention(attention_of(call, *now))
@@ -320,12 +322,15 @@ def recurrent(call: RecurrentInputs) -> RecurrentOutputs:
         if call.attends_first and call.key is not None:
             query, context, weights = attend(moved[-1][0], t)
             f = context
-        read, saved_gates = torch.cat([inputs[:, t], f], -1), []
+        fed = f if call.dropout_feed is None else f * call.dropout_feed[:, t]
+        read, saved_gates = torch.cat([inputs[:, t], fed], -1), []
         for i, level in enumerate(levels):
             if i and call.dropout_between is not None:
                 read = read * call.dropout_between[i - 1, :, t]
             x = linear(read, level.weight_ih, level.bias_ih)
             read, c, gates = cell_step(level, x, *moved[i])
+            if level.dropout_state is not None:
+                read = read * level.dropout_state[:, t]
             moved[i] = read, c
             saved_gates.append(gates)
         h = moved[-1][0]
@@ -334,10 +339,13 @@ def recurrent(call: RecurrentInputs) -> RecurrentOutputs:
             f = context
         if call.weight_output is not None:
             joined = torch.cat([context, h], -1)
+            if call.dropout_joined is not None:
+                joined = joined * call.dropout_joined[:, t]
             f = attentional = linear(joined, call.weight_output, call.bias_output).tanh()
             if call.dropout_output is not None:
                 f = attentional = attentional * call.dropout_output[:, t]
-        query = query if call.attends_first or call.weight_query is not None else None
+        projects = call.weight_query is not None or call.dropout_query is not None
+        query = query if call.attends_first or projects else None
         row = {
             "states": of_layers([h for h, _ in moved]), "cells": of_layers([c for _, c in moved]),
             "contexts": context, "weights": weights, "attentional": attentional, "queries": query,

@@ -66,8 +66,8 @@ struct BackwardRoom {
     gradients.reserve(4 + 3 * a.layers);
     list(a.grad_gates, a.input, none, false, none, gates, a.E, a.grad_weight_ih, a.grad_bias_ih);
     if (a.F)
-      list(a.grad_gates, a.weight_output.data ? a.attentional : a.contexts, a.feed, !a.attends_first, none,
-           gates, a.F, columns_from(a.grad_weight_ih, a.E), none);
+      list(a.grad_gates, a.weight_output.data ? a.attentional : a.contexts, a.feed, !a.attends_first,
+           a.dropout_feed, gates, a.F, columns_from(a.grad_weight_ih, a.E), none);
     for (int64_t layer = 0; layer < a.layers; ++layer) {
       const auto own = [&](const View& x) { return at_layer<C>(x, layer); };
       const auto below = [&](const View& x) { return at_layer<C>(x, layer - 1); };
@@ -88,12 +88,13 @@ struct BackwardRoom {
     }
     const Level last = last_level<C>(a);
     if (a.weight_query.data)
-      list(a.attention.grad_query, last.states, last.hidden, a.attends_first, none, a.A, a.H,
+      list(a.attention.grad_query, last.states, last.hidden, a.attends_first, a.dropout_query, a.A, a.H,
            a.grad_weight_query, a.grad_bias_query);
     if (!a.weight_output.data) return;
-    list(a.grad_fed, a.contexts, none, false, none, a.F, a.Dv, a.grad_weight_output, a.grad_bias_output);
-    list(a.grad_fed, last.states, none, false, none, a.F, a.H, columns_from(a.grad_weight_output, a.Dv),
-         none);
+    list(a.grad_fed, a.contexts, none, false, a.dropout_joined, a.F, a.Dv, a.grad_weight_output,
+         a.grad_bias_output);
+    list(a.grad_fed, last.states, none, false, columns_from(a.dropout_joined, a.Dv), a.F, a.H,
+         columns_from(a.grad_weight_output, a.Dv), none);
   }
 };
 
@@ -205,6 +206,8 @@ class BackwardPass {
       for (int64_t r = 0; r < block.rows; ++r)
         for_vectors<C>(a.Dv - first, [&](int64_t c, int64_t n) {
           Vec<C> g = load(x + r * P + c);
+          if (a.dropout_joined.data)
+            g *= load_part(row<C>(a.dropout_joined, block.b + r, t) + first + c, n, (C)0);
           if (a.grad_contexts.data)
             g += load_part(row<C>(a.grad_contexts, block.b + r, t) + first + c, n, (C)0);
           if (!runs(a, block.b + r, t)) g = Vec<C>{};
@@ -270,9 +273,28 @@ class BackwardPass {
               load_part(grad_query.data + r * grad_query.stride + block.panel * P + c, n, (C)0));
         });
     }
+    if (a.dropout_query.data) multiply_mask(a.dropout_query, 0, t, block, x);
     if (!a.weight_output.data) return;
     const Sources<C> through = of_step<C>(a.grad_fed, block.b, t);
-    multiply_panel(through.data, through.stride, 1, block.rows, a.F, room.output.at(block.panel), x);
+    const Panel<C> panel = room.output.at(block.panel);
+    if (!a.dropout_joined.data)
+      return multiply_panel(through.data, through.stride, 1, block.rows, a.F, panel, x);
+    alignas(64) C y[kMostBatch * P];
+    clear(y, block.rows * P);
+    multiply_panel(through.data, through.stride, 1, block.rows, a.F, panel, y);
+    multiply_mask(a.dropout_joined, a.Dv, t, block, y);
+    for (int64_t i = 0; i < block.rows * P; ++i) x[i] += y[i];
+  }
+
+  // Multiply a panel of gradients of the state by step t of a mask, whose columns of the state start
+  // at `first`.
+  void multiply_mask(const View& mask, int64_t first, int64_t t, const Block& block, C* x) {
+    const int64_t from = block.panel * P;
+    for (int64_t r = 0; r < block.rows; ++r)
+      for_vectors<C>(a.H - from, [&](int64_t c, int64_t n) {
+        const C* const factor = row<C>(mask, block.b + r, t) + first + from + c;
+        store(x + r * P + c, load(x + r * P + c) * load_part(factor, n, (C)0));
+      });
   }
 
   C* to_state(int64_t layer, int64_t b) const { return room.to_state + (layer * a.B + b) * a.H; }
@@ -327,6 +349,8 @@ class BackwardPass {
     const C* const gates = row<C>(level.gates, b, t) + i;
     const C* const state = row<C>(level.states, b, t) + i;
     const C* const before = (t ? row<C>(level.states, b, t - 1) : row<C>(level.hidden, b)) + i;
+    const C* const drops =
+        a.dropout_state.data ? row<C>(at_layer<C>(a.dropout_state, layer), b, t) + i : nullptr;
     const C *cell = nullptr, *cell_before = nullptr, *given_cell = nullptr;
     if constexpr (Known::cell == Cell::lstm) {
       cell = row<C>(level.cells, b, t) + i;
@@ -341,9 +365,14 @@ class BackwardPass {
         now = part(cell), old = part(cell_before), grad_cell = part(to_cell);
         if (given_cell) grad_cell += part(given_cell);
       }
-      const Vec<C> g = part(to_state) + load(x + c) + part(given);
+      Vec<C> g = part(to_state) + load(x + c) + part(given), value = part(state);
+      if (drops) {
+        const Vec<C> factor = part(drops);
+        g *= factor;
+        value = factor == 0 ? Vec<C>{} : value / factor;  // before the dropout; any, if it has no gradient
+      }
       const Unit<Vec<C>> back =
-          cell_backward<Known::cell, C, Math>(saved, part(state), part(before), now, old, g, grad_cell);
+          cell_backward<Known::cell, C, Math>(saved, value, part(before), now, old, g, grad_cell);
       if constexpr (Known::cell == Cell::lstm) store_part(to_cell + c, back.cell, n);
       store_part(to_state + c, back.state, n);
       for (int gate = 0; gate < Known::sums; ++gate) store_part(out + gate * H + c, back.gates[gate], n);
@@ -397,7 +426,9 @@ class BackwardPass {
     multiply_panel(from.data, from.stride, 1, block.rows, gates * a.H, room.fed.at(block.panel), x);
     for (int64_t r = 0; r < block.rows; ++r)
       for_vectors<C>(a.F - first, [&](int64_t c, int64_t n) {
-        const Vec<C> g = load(x + r * P + c);
+        Vec<C> g = load(x + r * P + c);
+        if (a.dropout_feed.data)
+          g *= load_part(row<C>(a.dropout_feed, block.b + r, t) + first + c, n, (C)0);
         if (a.attends_first || t) put_fed(block.b + r, t - !a.attends_first, first + c, n, g);
         else store_part(row<C>(a.grad_feed, block.b + r) + first + c, g, n);
       });

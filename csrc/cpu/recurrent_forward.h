@@ -86,8 +86,10 @@ class Forwards {
   const LayerPlan& plan;
   Member& member;
   const Packed<C> packed;
-  C* masked[2];  // states times the dropout, of even and odd steps
-  C* lifted;     // states times the dropout between layers, or null
+  C* masked[2];             // states times the dropout, of even and odd steps
+  C* lifted;                // states times the dropout between layers, or null
+  C *asked, *fed, *joined;  // of this step: states that become queries, fed vectors and [context; state]
+                            // times their dropouts, or null
   void* features;
   char* own;
   const int64_t gates, units;
@@ -98,13 +100,16 @@ class Forwards {
       : Forwards(a, plan, member, Packed<C>::of(a, room), own) {
     for (C*& x : masked) x = a.dropout.data ? room.take(a.layers * a.B * a.H) : nullptr;
     if (a.dropout_between.data) lifted = room.take((a.layers - 1) * a.B * a.H);
+    if (a.dropout_query.data) asked = room.take(a.B * a.H);
+    if (a.dropout_feed.data) fed = room.take(a.B * a.F);
+    if (a.dropout_joined.data) joined = room.take(a.B * (a.Dv + a.H));
     features = take_features(a.attention, a.attention, false, room);
   }
   Forwards(const RecurrentForward& a, const LayerPlan& plan, Member& member, const Packed<C>& packed,
            void* own)
-      : a(a), plan(plan), member(member), packed(packed), masked{}, lifted(nullptr), features(nullptr),
-        own(static_cast<char*>(own)), gates(gates_of(a.cell)), units(panels<C>(a.H)),
-        sums(saved_of(a.cell) ? a.gates : a.states) {}
+      : a(a), plan(plan), member(member), packed(packed), masked{}, lifted(nullptr), asked(nullptr),
+        fed(nullptr), joined(nullptr), features(nullptr), own(static_cast<char*>(own)),
+        gates(gates_of(a.cell)), units(panels<C>(a.H)), sums(saved_of(a.cell) ? a.gates : a.states) {}
 
   void run() {
     if (!a.packed) packed.pack(a, member);
@@ -154,6 +159,7 @@ class Forwards {
   }
 
   void attend(int64_t t) {
+    if (asked) drop(t, a.dropout_query, 0, a.H, {asked, a.H}, [&](int64_t b) { return query_state(b, t); });
     if (a.queries.data)
       member.share(blocks(a, plan, panels<C>(a.A)),
                    [&](int64_t item) { project(t, Block(a, plan, item)); });
@@ -201,7 +207,7 @@ class Forwards {
     const bool projects = a.weight_query.data;
     alignas(64) C x[kMostBatch * kPanel<C>];
     clear(x, block.rows * kPanel<C>);
-    const Sources<C> from = query_state(block.b, t);
+    const Sources<C> from = asked ? Sources<C>{asked + block.b * a.H, a.H} : query_state(block.b, t);
     if (projects)
       multiply_panel(from.data, from.stride, 1, block.rows, a.H, packed.query.at(block.panel), x);
     for (int64_t r = 0; r < block.rows; ++r)
@@ -213,8 +219,21 @@ class Forwards {
       });
   }
 
+  // Write n features of every sequence, times those of a mask of step t from `first` on, to rows.
+  template <class From>
+  void drop(int64_t t, const View& mask, int64_t first, int64_t n, const Sources<C>& rows,
+            const From& from) {
+    member.share(a.B, [&](int64_t b) {
+      const C *const x = from(b).data, *const factor = row<C>(mask, b, t) + first;
+      C* const out = const_cast<C*>(rows.data) + b * rows.stride;
+      for (int64_t i = 0; i < n; ++i) out[i] = x[i] * factor[i];
+    });
+  }
+
   void update_states(int64_t t, int64_t layer) {
     const Level level = level_of<C>(a, layer);
+    if (fed && !layer && read(t, 0, 0).data)
+      drop(t, a.dropout_feed, 0, a.F, {fed, a.F}, [&](int64_t b) { return read(t, 0, b); });
     by_cell(a.cell, [&](auto known) {
       member.share(blocks(a, plan, units),
                    [&](int64_t item) { update_block(known, t, layer, level, Block(a, plan, item)); });
@@ -237,14 +256,15 @@ class Forwards {
     alignas(64) C x[kMostGates][kMostBatch * P];
     for (auto& gate : x) clear(gate, block.rows * P);
     const Sources<C> state = t ? of_step<C>(level.states, b, t - 1) : of_step<C>(level.hidden, b, 0);
-    const Sources<C> fed = read(t, layer, b);
+    Sources<C> below = read(t, layer, b);
+    if (fed && !layer && below.data) below = {fed + b * a.F, a.F};
     Sources<C> seen = state;
     if (a.dropout.data) seen = {masked[t % 2] + (layer * a.B + b) * a.H, a.H};
     const Panels<C>& of_fed = layer ? packed.above : packed.fed;
     for (int gate = 0; gate < Known::gates; ++gate) {
       const int64_t panel = gate * units + block.panel, own = layer * Known::gates * units + panel;
-      if (fed.data)
-        multiply_panel(fed.data, fed.stride, 1, block.rows, of_fed.depth,
+      if (below.data)
+        multiply_panel(below.data, below.stride, 1, block.rows, of_fed.depth,
                        of_fed.at(layer ? own - Known::gates * units : panel), x[gate]);
       multiply_panel(seen.data, seen.stride, 1, block.rows, a.H, packed.hidden.at(own),
                      x[sum_index(Known::cell, gate)]);
@@ -265,6 +285,8 @@ class Forwards {
     const C* const bias = packed.bias_of(a, layer) + i;
     const C* const mask = a.dropout.data ? row<C>(level.dropout, b) + i : nullptr;
     const bool lifts = lifted && layer + 1 < a.layers;
+    const C* const drops =
+        a.dropout_state.data ? row<C>(at_layer<C>(a.dropout_state, layer), b, t) + i : nullptr;
     const C* const lift = lifts ? row<C>(at_layer<C>(a.dropout_between, layer), b, t) + i : nullptr;
     const C* cell_before = nullptr;
     C *const state = row<C>(level.states, b, t) + i, *const gates = row<C>(level.gates, b, t) + i;
@@ -283,6 +305,7 @@ class Forwards {
         sum[3] = load(x + 3 * kMostBatch * kPanel<C> + c) + load(bias + 3 * width + c);
       const Vec<C> last = cell_before ? load_part(cell_before + c, n, (C)0) : Vec<C>{};
       Unit<Vec<C>> unit = cell_forward<Known::cell, C, Math>(sum, load_part(before + i + c, n, (C)0), last);
+      if (drops) unit.state *= load_part(drops + c, n, (C)0);
       if (pads) unit = Unit<Vec<C>>{};
       store_part(state + c, unit.state, n);
       if (cell) store_part(cell + c, unit.cell, n);
@@ -293,13 +316,21 @@ class Forwards {
   }
 
   void compute_attentional(int64_t t) {
+    const int64_t width = a.Dv + a.H;
+    const auto context_of = [&](int64_t b) { return of_step<C>(a.contexts, b, t); };
+    const auto state_of = [&](int64_t b) { return of_step<C>(last_level<C>(a).states, b, t); };
+    if (joined) {
+      drop(t, a.dropout_joined, 0, a.Dv, {joined, width}, context_of);
+      drop(t, a.dropout_joined, a.Dv, a.H, {joined + a.Dv, width}, state_of);
+    }
     member.share(blocks(a, plan, packed.output.count), [&](int64_t item) {
       const Block block(a, plan, item);
       const int64_t first = block.panel * kPanel<C>;
       alignas(64) C x[kMostBatch * kPanel<C>];
       clear(x, block.rows * kPanel<C>);
-      const Sources<C> context = of_step<C>(a.contexts, block.b, t),
-                       state = of_step<C>(last_level<C>(a).states, block.b, t);
+      const Sources<C> dropped = {joined + block.b * width, width},
+                       context = joined ? dropped : context_of(block.b),
+                       state = joined ? Sources<C>{dropped.data + a.Dv, width} : state_of(block.b);
       multiply_panel(context.data, context.stride, 1, block.rows, a.Dv, packed.context.at(block.panel), x);
       multiply_panel(state.data, state.stride, 1, block.rows, a.H, packed.output.at(block.panel), x);
       for (int64_t r = 0; r < block.rows; ++r)

@@ -23,6 +23,9 @@ size_t forward_room(const RecurrentForward& a) {
   if (!a.packed) Packed<C>(a, room);
   for (int i = 0; i < 2 && a.dropout.data; ++i) room.take(a.layers * a.B * a.H);
   if (a.dropout_between.data) room.take((a.layers - 1) * a.B * a.H);
+  if (a.dropout_query.data) room.take(a.B * a.H);
+  if (a.dropout_feed.data) room.take(a.B * a.F);
+  if (a.dropout_joined.data) room.take(a.B * (a.Dv + a.H));
   take_features(a.attention, a.attention, false, room);
   return bytes_of(room);
 }

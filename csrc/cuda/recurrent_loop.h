@@ -109,6 +109,10 @@ void refuse_unknown(const Arguments& given, const LayerChecker& fit) {
   fit.check(!given.coverage, "coverage");
   fit.check(!given.weight_ih_upper, "weight_ih_upper");
   fit.check(!given.dropout_output, "dropout_output");
+  fit.check(!given.dropout_state, "dropout_state");
+  fit.check(!given.dropout_query, "dropout_query");
+  fit.check(!given.dropout_feed, "dropout_feed");
+  fit.check(!given.dropout_joined, "dropout_joined");
 }
 
 // Conversions of tensors to kernel arguments, and launches for a layer's dtype.
