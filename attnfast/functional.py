@@ -53,6 +53,9 @@ __all__ = [
     "dot_attention",
 ]
 
+#: How the scores of attention with a history become weights.
+NORMALISATIONS = ("softmax", "sigmoid")
+
 
 def _attend(
     call: AttentionInputs,
@@ -412,6 +415,12 @@ def coverage_call(
     return call
 
 
+def is_sigmoid(normalisation: str) -> bool:
+    """Return whether weights are normalised sigmoids of the scores; raise if neither is known."""
+    check_choice("normalisation", normalisation, NORMALISATIONS)
+    return normalisation == "sigmoid"
+
+
 def logarithm(weights: Tensor) -> Tensor:
     """Return log α, −inf for 0; the gradient is 0 where 1/α approaches the limit of the dtype."""
     small = weights < torch.finfo(weights.dtype).tiny * 1e6
@@ -498,6 +507,7 @@ def coverage_attention(
     mask: Tensor | None = None,
     bias: Tensor | None = None,
     temperature: float = 1.0,
+    normalisation: str = "softmax",
     need_weights: bool = False,
     backend: str | None = None,
 ) -> CoverageOutput:
@@ -536,6 +546,8 @@ def coverage_attention(
             the last row of the result's ``log_weights``. They do not underflow.
         activation: of the additive score, as in :func:`attnfast.additive_attention`.
         scale: s; None means 1 with a score vector and 1/√A without.
+        normalisation: how scores become weights: ``"softmax"``, or ``"sigmoid"``, smoother,
+            :math:`\alpha_{tj} = \sigma(e_{tj}) / \sum_i \sigma(e_{ti})`, not with a transition.
         lengths, mask, bias, temperature, need_weights, backend: as in
             :func:`attnfast.additive_attention`. A row whose mask is entirely False (padding of
             the target) does not contribute to coverage or loss.
@@ -571,6 +583,7 @@ def coverage_attention(
     call = CoverageInputs(
         query, key, value, score_vector, bias, mask, lengths, filters, projection,
         penalty, fertility, transition_prob, coverage, previous, scale, score,  # type: ignore[arg-type]
+        is_sigmoid(normalisation),
     )  # fmt: skip
     return run_coverage(
         call, temperature, coverage_weight, channels, log_previous, need_weights, backend

@@ -14,6 +14,7 @@ struct History {
   View penalty;                                   // [H] by its head stride
   View inverse_fertility, coverage_in, previous;  // [B, H, Tk]
   View transition_prob;                           // [B, H, Tq]; with it `previous` holds log-weights
+  bool sigmoid = false;                           // weights are sigmoids of the scores over their sum
   // CPU: the result of `pack_parameters` for filters, projection and weight of one head, or null
   void* features = nullptr;
 };
@@ -22,12 +23,13 @@ struct History {
 struct CoverageForward : Forward, History {
   View coverage_out, loss;  // out: [B, H, Tk]; [B, H]
   View log_weights;         // out, [B, H, Tq, Tk], with a transition
+  View sigmoid_sum;         // out, [B, H, Tq], the sum of a row's sigmoids, if there are any
 };
 
 // With filters, grad_query, grad_key and grad_score_vector are also written by the kernels of this
 // struct.
 struct CoverageBackward : Backward, History {
-  View log_weights;                   // saved by the forward
+  View log_weights, sigmoid_sum;      // saved by the forward
   View grad_coverage_out, grad_loss;  // in
   View grad_log_weights;              // in, [B, H, Tq, Tk], or absent
   // CPU: in, [B, H, Tk], or absent: the gradient of the last row's weights from the row after it;

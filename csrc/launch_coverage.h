@@ -25,7 +25,8 @@ int64_t grad_score_vector_parts(const Problem&);  // see launch_attention.h; wit
   ATTNFAST_TERMS(X)          \
   ATTNFAST_LENGTHS(X)        \
   ATTNFAST_HISTORY(X)        \
-  ATTNFAST_SCORE(X)
+  ATTNFAST_SCORE(X)          \
+  X(bool, sigmoid, any)
 
 #define ATTNFAST_COVERAGE_SAVED(X)                                              \
   X(Tensor, grad_context, rows, dtype, {Tq, Dv})                                \
@@ -37,11 +38,13 @@ int64_t grad_score_vector_parts(const Problem&);  // see launch_attention.h; wit
   ATTNFAST_LENGTHS(X)                                                           \
   ATTNFAST_HISTORY(X)                                                           \
   X(Tensor, weights, rows, sum_dtype, {Tq, Tk})                                 \
-  X(Tensor, log_weights, present_with, given.transition_prob, {Tq, Tk})
+  X(Tensor, log_weights, present_with, given.transition_prob, {Tq, Tk})         \
+  X(Tensor, sigmoid_sum, present_if, given.sigmoid, {Tq})
 
 #define ATTNFAST_COVERAGE_BACKWARD(X) \
   ATTNFAST_COVERAGE_SAVED(X)          \
   ATTNFAST_SCORE(X)                   \
+  X(bool, sigmoid, any)               \
   X(bool, need_grad_query, any)       \
   X(bool, need_grad_key, any)         \
   X(bool, need_grad_score, any)       \
@@ -54,6 +57,7 @@ int64_t grad_score_vector_parts(const Problem&);  // see launch_attention.h; wit
   X(Tensor, sum_filters, packed_rows, {K, channels, taps}) \
   X(Tensor, sum_projection, packed_rows, {A, K})           \
   ATTNFAST_SCORE(X)                                        \
+  X(bool, sigmoid, any)                                    \
   X(bool, need_grad_query, any)                            \
   X(bool, need_grad_score, any)
 
@@ -62,6 +66,7 @@ struct CoverageChecker : AttentionChecker, FilterSizes {
   template <class Arguments>
   explicit CoverageChecker(const Arguments& given) : AttentionChecker(given), FilterSizes(given, *this) {
     check(!given.transition_prob || given.previous, "previous");
+    check(!given.transition_prob || !given.sigmoid, "transition_prob");
     if constexpr (requires { given.sum_key; }) check(K > 0, "filters");
   }
 
@@ -69,9 +74,12 @@ struct CoverageChecker : AttentionChecker, FilterSizes {
     return sizes(x, sum_dtype, {1}) || sizes(x, sum_dtype, {heads});
   }
 
-  // Rows if another argument is given, else size [0].
+  // Rows if they are present or another argument is given, else size [0].
+  bool present_if(const Tensor& x, bool present, Sizes wanted) const {
+    return present ? rows(x, sum_dtype, wanted) : sizes(x, sum_dtype, {0});
+  }
   bool present_with(const Tensor& x, const Optional& other, Sizes wanted) const {
-    return other ? rows(x, sum_dtype, wanted) : sizes(x, sum_dtype, {0});
+    return present_if(x, other.has_value(), wanted);
   }
 
   bool optional_with(const Optional& x, const Optional& other, Sizes wanted) const {
@@ -89,7 +97,7 @@ ATTNFAST_ARGUMENTS(CoverageBackwardArguments, "coverage_attention_backward", ATT
                    CoverageChecker)
 ATTNFAST_ARGUMENTS(CoverageBackwardIntoArguments, "coverage_attention_backward_into",
                    ATTNFAST_COVERAGE_BACKWARD_INTO, CoverageChecker)
-ATTNFAST_RESULTS(CoverageOutputs, context, weights, coverage, loss, log_weights)
+ATTNFAST_RESULTS(CoverageOutputs, context, weights, coverage, loss, log_weights, sigmoid_sum)
 ATTNFAST_RESULTS(CoverageGradients, grad_query, grad_key, grad_value, grad_score_vector, grad_score,
                  grad_filters, grad_projection, grad_penalty, grad_inverse_fertility, grad_transition_prob,
                  grad_coverage, grad_previous)
@@ -101,15 +109,17 @@ CoverageOutputs coverage_attention(const CoverageArguments& given) {
   fill_problem(given, fit, a, keep);
   fill_history(given, fit, a, keep);
   const Tensor &query = given.query, &key = given.key;
-  const std::vector<int64_t> rows = shape(query, a.Tk);
+  const std::vector<int64_t> rows = shape(query, a.Tk), queries(rows.begin(), rows.end() - 1);
   const std::vector<int64_t> keys(key.sizes().begin(), key.sizes().end() - 1);
   const Tensor context = empty_rows(query, a.Dv, fit.dtype);
   const Tensor weights = empty(query.device(), rows, fit.sum_dtype);
   const Tensor coverage = empty(query.device(), keys, fit.sum_dtype);
   const Tensor loss = empty(query.device(), {keys.begin(), keys.end() - 1}, fit.sum_dtype);
   const Tensor log_weights = empty_if(given.transition_prob.has_value(), query, rows, fit.sum_dtype);
+  const Tensor sigmoid_sum = empty_if(given.sigmoid, query, queries, fit.sum_dtype);
   a.context = view(context);
   a.weights = view(weights);
+  if (given.sigmoid) a.sigmoid_sum = view(sigmoid_sum, false);
   a.coverage_out = view(coverage, false);
   a.loss = View{data_or_sentinel(loss), a.H, 1};
   if (given.transition_prob) a.log_weights = view(log_weights);
@@ -118,7 +128,8 @@ CoverageOutputs coverage_attention(const CoverageArguments& given) {
           .weights = weights,
           .coverage = coverage,
           .loss = loss,
-          .log_weights = log_weights};
+          .log_weights = log_weights,
+          .sigmoid_sum = sigmoid_sum};
 }
 
 // Accumulate the gradients into sums over steps, one for each sequence and head.
@@ -185,10 +196,12 @@ CoverageGradients coverage_gradients(const Arguments& given) {
   const GradientParts parts(query, fit, vector_parts, need_grad_filters, given.penalty.has_value(), a);
   if constexpr (into) put_sums(given, fit, a);
 
-  const Tensor weights = packed(given.weights), log_weights = packed(given.log_weights);
+  const Tensor weights = packed(given.weights), log_weights = packed(given.log_weights),
+               sigmoid_sum = packed(given.sigmoid_sum);
   const Tensor grad_score = empty(query.device(), shape(query, a.Tk), fit.sum_dtype);
   a.weights = view(weights);
   if (given.transition_prob) a.log_weights = view(log_weights);
+  if (given.sigmoid) a.sigmoid_sum = view(sigmoid_sum, false);
   a.grad_score = view(grad_score);
   a.grad_score_returned = given.need_grad_score;
   put_gradients(given, a, keep);

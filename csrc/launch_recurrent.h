@@ -60,7 +60,8 @@ bool multiplies_narrow();
   ATTNFAST_LAYER_TERMS(X)                                  \
   X(Optional, key_exponentials, exponentials, given.score) \
   X(Optional, packed, bytes)                               \
-  ATTNFAST_LAYER_OPTIONS(X)
+  ATTNFAST_LAYER_OPTIONS(X)                                \
+  X(bool, sigmoid, any)
 
 #define ATTNFAST_RECURRENT_BACKWARD(X)                                    \
   X(Tensor, grad_states, layered, dtype, {B, T, H})                       \
@@ -82,7 +83,9 @@ bool multiplies_narrow();
   X(Tensor, queries, of_steps, has_queries, A)                            \
   X(Tensor, gates, of_layers, given.mode != "tanh", 4 * H)                \
   X(Tensor, log_weights, of_steps, given.transition_prob.has_value(), Tk) \
+  X(Tensor, sigmoid_sum, of_steps, given.sigmoid, 1)                      \
   ATTNFAST_LAYER_OPTIONS(X)                                               \
+  X(bool, sigmoid, any)                                                   \
   X(bool, need_grad_input, any)                                           \
   X(bool, need_grad_parameters, any)                                      \
   X(bool, need_grad_key, any)
@@ -134,6 +137,7 @@ struct LayerChecker : ArgumentChecker, FilterSizes {
         needs(*x, given.coverage, "coverage");
       needs(given.coverage, given.previous, "previous");
       check(!given.coverage || !given.key_bounds, "key_bounds");
+      check(!given.sigmoid || (given.coverage && !given.transition_prob), "sigmoid");
     }
     if constexpr (requires { given.mask; }) needs(given.mask, given.key, "key");
     if constexpr (requires { given.dropout_between; }) {
@@ -206,7 +210,7 @@ struct LayerChecker : ArgumentChecker, FilterSizes {
 
 ATTNFAST_ARGUMENTS(RecurrentArguments, "recurrent", ATTNFAST_RECURRENT, LayerChecker)
 ATTNFAST_RESULTS(RecurrentOutputs, states, cells, contexts, weights, attentional, coverage, loss, queries,
-                 gates, log_weights)
+                 gates, log_weights, sigmoid_sum)
 ATTNFAST_ARGUMENTS(RecurrentBackwardArguments, "recurrent_backward", ATTNFAST_RECURRENT_BACKWARD,
                    LayerChecker)
 ATTNFAST_RESULTS(RecurrentGradients, grad_input, grad_hidden, grad_cell, grad_feed, grad_weight_ih,
@@ -364,6 +368,7 @@ RecurrentOutputs results_of(const RecurrentArguments& given, const LayerChecker&
       .queries = room(fit.has_queries, a.A, a.queries),
       .gates = of_layers(a.cell != Cell::tanh, 4 * a.H, a.gates),
       .log_weights = room(given.transition_prob.has_value(), a.Tk, a.attention.log_weights),
+      .sigmoid_sum = room(given.sigmoid, 1, a.attention.sigmoid_sum),
   };
 }
 
@@ -378,6 +383,7 @@ RecurrentGradients gradients_of(const RecurrentBackwardArguments& given, const L
   a.queries = result_of(given.queries, keep);
   a.gates = result_of(given.gates, keep, fit.stacked);
   a.attention.log_weights = result_of(given.log_weights, keep);
+  a.attention.sigmoid_sum = result_of(given.sigmoid_sum, keep);
   a.attention.grad_log_weights = result_of(given.grad_log_weights, keep);
   a.grad_states = packed_view(given.grad_states, keep, fit.stacked);
   a.grad_cells = result_of(given.grad_cells, keep, fit.stacked);

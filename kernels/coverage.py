@@ -188,13 +188,14 @@ def _softmax(
 
 @triton.jit
 def _scan(
-    features, bias, mask, p_lengths, penalty, p_rate, transition, p_previous, p_weights,
-    p_coverage, p_loss, scale, sizes, SCORE: tl.constexpr, C: tl.constexpr,
+    features, bias, mask, p_lengths, penalty, p_rate, transition, p_sigmoid_sum, p_previous,
+    p_weights, p_coverage, p_loss, scale, sizes, SCORE: tl.constexpr, C: tl.constexpr,
     BK: tl.constexpr, BR: tl.constexpr, BA: tl.constexpr, BF: tl.constexpr,
 ):  # fmt: skip
     """Weights, coverage and loss. Without filters ``weights`` initially holds the scores.
 
-    ``transition`` are its probabilities, the logarithms of ``previous``, and of the weights.
+    ``transition`` are its probabilities, the logarithms of ``previous``, and of the weights. With
+    ``sigmoid_sum`` the softmax is of the logarithms of the scores' sigmoids, whose sum is stored.
     """
     acc: tl.constexpr = p_weights.dtype.element_ty
     H, Tq, Tk = sizes[:3]
@@ -235,6 +236,7 @@ def _scan(
                 p_past = p_log_row - Tk
 
         b_top = tl.full([BK], -float("inf"), acc)
+        b_sigmoids = tl.zeros([BK], acc)
         for j in range(0, n, BK):
             o_k = j + tl.arange(0, BK)
             m_k = o_k < n
@@ -252,11 +254,16 @@ def _scan(
             if transition is not None:
                 _, _, _, b_log = _transition(p_past, o_k, m_k, u)
                 b_e += b_log
+            if p_sigmoid_sum is not None:
+                b_e = tl.minimum(b_e, 0) - tl.log(1 + tl.exp(-tl.abs(b_e)))
+                b_sigmoids += tl.where(m_s, tl.exp(b_e), 0)
             b_e = tl.where(m_s, b_e, -float("inf"))
             tl.store(p_row + o_k, b_e, mask=m_k)
             b_top = tl.maximum(b_top, b_e)
         top = tl.max(b_top, 0)
         top = tl.where(top == -float("inf"), 0, top)
+        if p_sigmoid_sum is not None:
+            tl.store(p_sigmoid_sum + i_bh * Tq + t, tl.sum(b_sigmoids, 0))
         tl.debug_barrier()
         LOG: tl.constexpr = transition is not None
         b_lost = _softmax(b_lost, p_row, p_log_row, p_coverage, p_rate, top, n, Tk, LOG, BR, acc)
@@ -328,10 +335,13 @@ def _weight_gradient(
 
 @triton.jit
 def _softmax_gradient(
-    b_dpenalty, state, o_row, logs, penalty, mean, total, n, Tk,
+    b_dpenalty, state, o_row, logs, penalty, mean, total, sigmoids, n, Tk,
     PENALTY: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
-    """Turn g of a row into ds, subtract its penalty from dcoverage and add to ``b_dpenalty``."""
+    """Turn g of a row into ds, subtract its penalty from dcoverage and add to ``b_dpenalty``.
+
+    ``sigmoids`` is the quotient of a weight's sigmoid and the weight, 0 without sigmoids.
+    """
     p_ds, p_p, p_c, p_dcoverage = state[:4]
     for j in range(0, Tk, BR):
         o_k = j + tl.arange(0, BR)
@@ -339,7 +349,7 @@ def _softmax_gradient(
         b_p = tl.load(p_p + o_row + o_k, mask=m_k, other=0)
         b_c = tl.load(p_c + o_row + o_k, mask=m_k, other=0)
         b_g = tl.load(p_ds + o_row + o_k, mask=m_k, other=0) - mean
-        b_ds = tl.where(b_p == 0, 0, b_p * b_g)
+        b_ds = tl.where(b_p == 0, 0, b_p * b_g * (1 - b_p * sigmoids))
         if logs is not None:
             # not one sum with the mean's: a row of one key has gradient 0
             b_ds += tl.load(logs[3] + o_k, mask=m_k, other=0) - b_p * total
@@ -451,7 +461,8 @@ def _history_gradient(
 
 @triton.jit
 def _scan_gradient(
-    features, gradients, p_lengths, penalty, rate, transition, previous, p_weights, coverage,
+    features, gradients, p_lengths, penalty, rate, transition, p_sigmoid_sum, previous,
+    p_weights, coverage,
     p_grad_loss, p_ds, scale, sizes, SCORE: tl.constexpr, C: tl.constexpr,
     BK: tl.constexpr, BR: tl.constexpr, BA: tl.constexpr, BF: tl.constexpr,
 ):  # fmt: skip
@@ -525,8 +536,11 @@ def _scan_gradient(
         mean, total = _weight_gradient(state, o_row, rate, logs, grad_loss, n, BR, acc)
         tl.debug_barrier()
         PENALTY: tl.constexpr = penalty is not None
+        sigmoids = 0.0
+        if p_sigmoid_sum is not None:
+            sigmoids = tl.load(p_sigmoid_sum + i_bh * Tq + t)
         b_dpenalty = _softmax_gradient(
-            b_dpenalty, state, o_row, logs, factor, mean, total, n, Tk, PENALTY, BR
+            b_dpenalty, state, o_row, logs, factor, mean, total, sigmoids, n, Tk, PENALTY, BR
         )
         tl.debug_barrier()
         if features is not None:
@@ -596,6 +610,7 @@ def forward(call: CoverageInputs) -> CoverageOutputs:
     previous, log_previous = _previous_of(call)
     loss = weights.new_zeros(keys[:-1])
     log_weights = weights.new_empty((0,) if transition_prob is None else shape)
+    sigmoid_sum = weights.new_empty(shape[:-1] if call.sigmoid else (0,))
     transition = None
     if transition_prob is not None:
         transition = (transition_prob.contiguous(), log_previous, log_weights)
@@ -614,14 +629,14 @@ def forward(call: CoverageInputs) -> CoverageOutputs:
     with torch.cuda.device_of(query):
         if B * H * Tq:
             _scan[(B * H,)](
-                features, bias, mask, lengths, penalty, rate, transition, previous, weights,
-                coverage, loss, **options,
+                features, bias, mask, lengths, penalty, rate, transition,
+                sigmoid_sum if call.sigmoid else None, previous, weights, coverage, loss, **options,
             )  # fmt: skip
             _multiply(
                 weights, v, lengths, None, 0, _heads(context), 1.0,
                 over_keys=True, ignore_nonfinite=False,
             )  # fmt: skip
-    return CoverageOutputs(context, weights, coverage, loss, log_weights)
+    return CoverageOutputs(context, weights, coverage, loss, log_weights, sigmoid_sum)
 
 
 def backward_into(call) -> CoverageGradients:
@@ -698,6 +713,7 @@ def backward(call: CoverageBackward, sums=None) -> CoverageGradients:
             _scan_gradient[(q.shape[:2].numel(),)](
                 features, gradients, lengths, penalty_arguments,
                 None if rate is None else (rate.contiguous(), drate), transition,
+                call.sigmoid_sum.contiguous() if call.sigmoid else None,
                 (previous, dlast), weights.contiguous(), (first, torch.empty_like(ds), dcoverage),
                 packed(call.grad_loss), ds, **options,
             )  # fmt: skip

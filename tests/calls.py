@@ -88,7 +88,8 @@ def functions() -> Table:
         "dot_attention": (attnfast.dot_attention, inputs() | {"scale": 0.5}),
         "dot_attention, span": (attnfast.dot_attention, spanned | at),
         "coverage_attention": (
-            attnfast.coverage_attention, inputs() | weight | terms | {"activation": "relu"},
+            attnfast.coverage_attention,
+            inputs() | weight | terms | {"activation": "relu", "normalisation": "softmax"},
         ),
         "coverage_attention, logarithms": (
             attnfast.coverage_attention, inputs() | weight | logarithms,
@@ -114,7 +115,8 @@ def functions() -> Table:
              "need_statistics": True},
         ),
         "attend_with_history": (
-            attend_with_history, of_memory | terms | {"memory": memory},
+            attend_with_history,
+            of_memory | terms | {"memory": memory, "normalisation": "softmax"},
         ),
         "attend_with_history, logarithms": (
             attend_with_history, of_memory | logarithms | {"memory": memory},
@@ -182,11 +184,11 @@ def kinds() -> dict[str, dict[str, Any]]:
         },
         "CoverageAttention": {
             "attn_dim": A, "feature": True, "penalty": 0.5, "fertility": 2.0, "bias": True,
-            "activation": "tanh",
+            "activation": "tanh", "normalisation": "softmax",
         },
         "LocationAwareAttention": {
             "attn_dim": A, "num_filters": 2, "width": 3, "channels": "both", "bias": True,
-            "activation": "tanh",
+            "activation": "tanh", "normalisation": "sigmoid",
         },
         "ForwardAttention": {
             "attn_dim": A, "num_filters": 2, "width": 3, "channels": "previous", "bias": True,

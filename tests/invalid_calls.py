@@ -38,8 +38,11 @@ HISTORY = {
     "inverse_fertility": "? s B H Tk", "transition_prob": "? s B H Tq", "coverage": "? s B H Tk",
     "previous": "? s B H Tk",
 }  # fmt: skip
-#: Absent, or empty, without a transition_prob.
-LOGARITHMS = ("log_weights", "grad_log_weights")
+#: Absent, or empty, unless an argument is given.
+NEEDS = {
+    "log_weights": "transition_prob", "grad_log_weights": "transition_prob",
+    "sigmoid_sum": "sigmoid",
+}  # fmt: skip
 GRADS = {"grad_context": "q B H Tq Dv", "grad_weights": "? s B H Tq W", "weights": "s B H Tq W"}
 COPYING = {"logits": "q B Tq V", "weights": "q B Tq Tk", "source": "int B Tk", "gate": "q B Tq"}
 CALLS = {
@@ -52,7 +55,7 @@ CALLS = {
     "coverage_attention_backward": {
         **KEYS, **LENGTHS, **HISTORY, **GRADS,
         "grad_coverage": "? s B H Tk", "grad_loss": "? s B H", "log_weights": "s B H Tq Tk",
-        "grad_log_weights": "? s B H Tq Tk",
+        "grad_log_weights": "? s B H Tq Tk", "sigmoid_sum": "s B H Tq",
     },
     "copy_distribution": COPYING,
     "copy_distribution_backward": {
@@ -140,12 +143,14 @@ class Call:
         others = {
             "columns": self.columns, "scale": 1.0, "log": False, "num_oov": self.sizes["X"],
             "score": self.score,
+            "sigmoid": draw.random() < (0.5 if "transition_prob" in missing else 0.05),
         }  # fmt: skip
+        given = others | {"transition_prob": "transition_prob" not in missing}
         self.args = {}
         for p in parameters(self.name):
             if p not in self.patterns or p == "columns":
                 self.args[p] = others.get(p, True)
-            elif p in LOGARITHMS and p not in missing and "transition_prob" in missing:
+            elif p in NEEDS and p not in missing and not given[NEEDS[p]]:
                 self.args[p] = torch.empty(0, dtype=self.patterns[p].dtypes(self.dtype)[0])
             else:
                 self.args[p] = None if p in missing else self.make(p, own.get(p, False))
@@ -207,7 +212,7 @@ class Call:
         defining = ("logits", "query", "key", "value", "weights")
         for p in sorted(self.patterns, key=lambda p: defining.index(p) if p in defining else 9):
             x, (marks, _, names) = args[p], self.patterns[p]
-            unused = p in LOGARITHMS and args["transition_prob"] is None
+            unused = p in NEEDS and self.lacks(p)
             if x is None or p == "columns" or unused:
                 continue
             names = [n for n in names if n != "H" or heads]
@@ -236,7 +241,9 @@ class Call:
         ):
             if args.get(p) is not None and (args[p] > last).any():
                 return False
-        unused = [args.get(p) for p in LOGARITHMS if args.get("transition_prob") is None]
+        if args.get("sigmoid") and args.get("transition_prob") is not None:
+            return False
+        unused = [args[p] for p in NEEDS if p in args and self.lacks(p)]
         if any(
             x is not None and (x.shape != (0,) or x.dtype != args["weights"].dtype) for x in unused
         ):
@@ -255,6 +262,10 @@ class Call:
         ):
             return False
         return args["score_vector"] is not None if sizes["K"] else "into" not in self.name
+
+    def lacks(self, p: str) -> bool:
+        """Whether the argument that another one needs is absent."""
+        return self.args[NEEDS[p]] is None or self.args[NEEDS[p]] is False
 
     def __str__(self) -> str:
         told = {

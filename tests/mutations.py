@@ -1298,7 +1298,11 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         "softmax": [("multiply_by((C)a.scale, item.seen, row(i));", ";")],
     },
     ("csrc/cpu/coverage_kernel.cpp", HISTORY): {
-        "softmax_backward": [("x += part(past) - w * total;", "x += part(past);")],
+        "softmax_backward": [
+            ("x += part(past) - w * total;", "x += part(past);"),
+            ("x *= (C)1 - w * sigmoids;", ""),
+        ],
+        "log_sigmoids": [("least = x > 0 ? Vec<C>{} : x", "least = x")],
         "forward": [
             ("lost += x <= c ? x : c;", "lost += x;"),
             ("for (int64_t j = n; j < a.Tk; ++j) row[j] = last[j] = 0;", ""),

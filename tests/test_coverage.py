@@ -26,6 +26,7 @@ NAMES = ("context", "weights", "coverage", "loss", "log_weights")
 #: What a row may know of its past, and what only the additive score has.
 TERMS = ("penalty", "fertility", "transition_prob", "state")
 FEATURES = ("coverage_weight", "location")
+HISTORY = ("penalty", "fertility", "state")  # also with sigmoids, which have no transition
 
 
 @dataclass(frozen=True)
@@ -77,8 +78,17 @@ def histories() -> list[History]:
         cases.append(History(score, 2, 2, 9, 12, 5, 2, terms=every, per_head=True))
     cases.append(History(PLAIN[0], 2, 3, 9, 12, 7, dtype=torch.float16, terms=every))
     cases.append(History(PLAIN[0], 2, 3, 33, 16, 7, terms=("penalty", "state")))
+    seen = ("lengths", "mask", "bias", "sigmoid")
+    for score in ("tanh", "dot", PLAIN[0]):
+        cases.append(History(score, 2, 3, 19, 21, 6, terms=("sigmoid",)))
+        cases.append(History(score, 2, 4, 70, 16, 8, 2, terms=(*HISTORY, *seen), per_head=True))
+    for dtype in (torch.float64, torch.float16, torch.bfloat16):
+        terms = (*HISTORY, *FEATURES, *seen)
+        cases.append(History("tanh", 2, 3, 33, 20, 9, 2, dtype=dtype, terms=terms))
+    cases.append(History("tanh", 1, 3, 560, 20, 9, terms=("location", "state", "sigmoid")))
     sizes = [(0, 3, 5, 8, 8), (2, 0, 5, 8, 8), (2, 3, 0, 8, 8), (2, 3, 5, 8, 0), (2, 3, 5, 0, 8)]
-    cases += [History("tanh", *s, terms=("penalty", "location")) for s in sizes]
+    for terms in (("penalty", "location"), ("penalty", "location", "sigmoid")):
+        cases += [History("tanh", *s, terms=terms) for s in sizes]
     cases.append(History("tanh", 2, 3, 5, 8, 8, terms=("location",), filters=(0, 1, 3)))
     return cases
 
@@ -91,6 +101,8 @@ def fuzz(seed: int, count: int) -> list[History]:
         score = draw.choice(("tanh", *SCORES))
         terms = TERMS + (FEATURES if score != "dot" else ())
         terms = tuple(t for t in (*terms, "lengths", "mask", "bias") if draw.random() < 0.4)
+        if "transition_prob" not in terms and draw.random() < 0.3:
+            terms = (*terms, "sigmoid")
         case = History(
             score,
             B=size(draw, 1, 3),
@@ -141,6 +153,8 @@ def arguments(case: History, device: torch.device = CPU) -> dict:
     if "transition_prob" in case.terms:
         chance = torch.rand(case.B, *case.heads, case.Tq, generator=g, dtype=torch.float64)
         args["transition_prob"] = leaf(0.3 + 0.4 * chance)
+    if "sigmoid" in case.terms:
+        args["normalisation"] = "sigmoid"
     if "state" in case.terms:
         args["coverage"] = positive(*keys)
     if {"state", "transition_prob"} & set(case.terms):
@@ -677,7 +691,8 @@ def test_second_derivatives_and_forward_mode_raise(backend):
             attnfast.coverage_attention(**args, backend=backend)
 
 
-def test_opcheck(backend):
+@pytest.mark.parametrize("sigmoid", [False, True])
+def test_opcheck(sigmoid, backend):
     terms = (*TERMS, "location", "lengths", "mask", "bias")
     sizes = (1, 2, 3, 2, 2) if backend == "triton" else (2, 3, 5, 8, 7)
     case = History("tanh", *sizes, H=2, terms=terms, layout="time first")
@@ -689,18 +704,18 @@ def test_opcheck(backend):
     }
     ops = getattr(torch.ops, f"attnfast_{backend}")
     history = (
-        *(args[k] for k in ("filters", "projection", "penalty", "fertility", "transition_prob")),
-        args["coverage"], args["previous"].log(),
+        *(args[k] for k in ("filters", "projection", "penalty", "fertility")),
+        None if sigmoid else args["transition_prob"], args["coverage"], args["previous"].log(),
     )  # fmt: skip
     tensors = (*(args[k] for k in ("query", "key", "value", "score_vector")),)
-    call = (*tensors, args["bias"], args["mask"], args["lengths"], *history, 0.5, "tanh")
+    call = (*tensors, args["bias"], args["mask"], args["lengths"], *history, 0.5, "tanh", sigmoid)
     torch.library.opcheck(ops.coverage_attention.default, call)
     outputs = ops.coverage_attention(*call)
-    grads = [torch.randn_like(x) for x in outputs]
-    backward = (*grads, *tensors, args["lengths"], *history, outputs[1], outputs[4])
+    grads = [torch.randn_like(x) for x in outputs[:5]]
+    backward = (*grads, *tensors, args["lengths"], *history, outputs[1], *outputs[4:])
     for needed in ((True,) * 4, (True, False, False, False)):
         torch.library.opcheck(
-            ops.coverage_attention_backward.default, (*backward, 0.5, "tanh", *needed)
+            ops.coverage_attention_backward.default, (*backward, 0.5, "tanh", sigmoid, *needed)
         )
     shapes = (
         x.shape[-n:] for x, n in ((args["score_vector"], 1), (history[0], 3), (history[1], 2))
@@ -708,7 +723,8 @@ def test_opcheck(backend):
     sums = [torch.zeros(args["key"].shape, device=DEVICE[backend])]
     sums += [torch.zeros(*outputs[3].shape, *shape, device=DEVICE[backend]) for shape in shapes]
     torch.library.opcheck(
-        ops.coverage_attention_backward_into.default, (*backward, *sums, 0.5, "tanh", True, True)
+        ops.coverage_attention_backward_into.default,
+        (*backward, *sums, 0.5, "tanh", sigmoid, True, True),
     )
 
 

@@ -348,7 +348,7 @@ SMALL_LAYERS = [
     x
     for x in test_recurrent.CASES
     if x.B * x.T * max(x.H, x.Tk) < 5e3
-    and not {"past", "narrow", *test_recurrent.STACK} & {*x.terms}
+    and not {"past", "narrow", *test_recurrent.STACK, *test_recurrent.MASKS} & {*x.terms}
 ]
 
 

@@ -58,6 +58,7 @@ MASKS = (
     "dropout of state", "dropout of query", "dropout of feed", "dropout of joined",
     "dropout of output",
 )  # fmt: skip
+#: With "sigmoid" the weights of a history are normalised sigmoids.
 #: With "past" attention has a history, and no span; with "unread" no gradient comes for contexts.
 PAST = ("past", "filters", "penalty", "fertility", "transition")
 OF_HISTORY = (
@@ -148,7 +149,7 @@ def _wide_call(case: Case, device: torch.device) -> RecurrentInputs:
         rows = (B, T) if case.seed % 2 else (1, 1)
         args["mask"] = (torch.rand(*rows, Tk, generator=g) > 0.3).to(device)
     if "past" in terms:
-        return RecurrentInputs(**args, **past(case, g, A, device))
+        return RecurrentInputs(**args, **past(case, g, A, device), sigmoid="sigmoid" in terms)
     if "span" in terms:
         first = torch.randint(-2, Tk + 1, (B if case.seed % 2 else 1, T, 1), generator=g)
         args["key_bounds"] = torch.cat([first, first + 4], -1).to(device)
@@ -220,7 +221,7 @@ def served(backend: str, dtype: torch.dtype, terms: tuple[str, ...] = ()) -> Non
         False,
         0,
         "past" in terms,
-        bool({*STACK} & {*terms}),
+        bool({*STACK, *MASKS} & {*terms}),
     )
     if reason := unsupported_reason(backend, *asked):
         pytest.skip(f"{backend}: {reason}")
@@ -308,6 +309,15 @@ CASES = [
                 ("leaky_relu", ("past",)),
             ]
         )
+    ),
+    *(
+        Case(mode, x, score, terms=(*EVERYTHING, "past", "sigmoid", *terms), seed=seed)
+        for mode, score, terms, seed in (
+            ("gru", "tanh", ("filters", "penalty", "fertility"), 0),
+            ("lstm", "tanh", ("filters",), 2),
+            ("lstm", "dot", ("penalty",), 1),
+        )
+        for x in RECURRENCES
     ),
     *(
         Case("lstm", x, "tanh", 1, 9, 5, 70, 150, 64, 64, 64, ("past", *terms), seed=seed)

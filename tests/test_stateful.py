@@ -33,6 +33,8 @@ def modules():
         "location, both": LocationAwareAttention(Q, K, A, 5, 3, channels="both"),
         "location, relu": LocationAwareAttention(Q, K, A, 5, 3, activation="relu"),
         "fertility, leaky": CoverageAttention(Q, K, A, fertility=2.0, activation="leaky_relu"),
+        "penalty, sigmoid": CoverageAttention(Q, K, A, penalty=0.7, normalisation="sigmoid"),
+        "location, sigmoid": LocationAwareAttention(Q, K, A, 5, 3, normalisation="sigmoid"),
         "forward": ForwardAttention(Q, K, A),
         "forward, location": ForwardAttention(Q, K, A, 5, 3),
     }
@@ -76,6 +78,9 @@ def by_hand(module, query, source):
         if getattr(module, "penalty", None) is not None:
             e = e - module.penalty * coverage
         a = e.masked_fill(~visible, -math.inf).softmax(-1)
+        if module.normalisation == "sigmoid":
+            a = e.sigmoid() * visible
+            a = a / a.sum(-1, keepdim=True)
         if forward:
             a = a * (previous + F.pad(previous, (1, 0))[:, :-1])
             a = a / a.sum(-1, keepdim=True)

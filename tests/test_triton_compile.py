@@ -135,17 +135,18 @@ def record_coverage(coverage, sizes: tuple, dtype, every: bool) -> None:
         lengths, penalty, transition = torch.tensor([Tk, 17]), torch.ones(H), weights[..., 0]
         rate = state = keys
         grad = keys[..., 0].contiguous()
-    for history in ((filters, projection), (None, None)):
-        terms = (*history, penalty, rate, transition, state, state)
+    for history, sigmoid in (((filters, projection), False), ((None, None), True)):
+        moves = None if sigmoid else transition
+        terms = (*history, penalty, rate, moves, state, state)
         weight = query.new_zeros(A)
         call = coverage.CoverageInputs(
-            query, key, value, weight, bias, mask, lengths, *terms, score="tanh"
+            query, key, value, weight, bias, mask, lengths, *terms, score="tanh", sigmoid=sigmoid
         )
-        context, _, last, _, log_weights = coverage.forward(call)
+        context, _, last, _, log_weights, sigmoid_sum = coverage.forward(call)
         backward = coverage.CoverageBackward(
             context, weights if every else None, last if every else None, grad,
-            log_weights if every else None, query, key, value, weight, lengths, *terms, weights,
-            log_weights, 1.0, "tanh", *[True] * 4,
+            None if moves is None else log_weights, query, key, value, weight, lengths, *terms,
+            weights, log_weights, sigmoid_sum, 1.0, "tanh", sigmoid, *[True] * 4,
         )  # fmt: skip
         coverage.backward(backward)
 

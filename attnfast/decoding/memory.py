@@ -25,7 +25,7 @@ from attnfast._utils.dispatch_log import is_recording, record
 from attnfast._utils.torch_private import has_dispatch_mode, has_saved_tensor_hooks
 from attnfast.decoding.deferred import HistoryStep, KeyValues, SharedKeys, Step
 from attnfast.decoding.growable import GrowableBuffer, append_rows, copy_reason
-from attnfast.functional import coverage_call, coverage_output, filters_of, run_coverage
+from attnfast.functional import coverage_call, coverage_output, filters_of, is_sigmoid, run_coverage
 from attnfast.ops import dispatch, lowering
 from attnfast.ops.arguments import (
     as_returned,
@@ -457,6 +457,7 @@ def attend_with_history(
     mask: Tensor | None = None,
     bias: Tensor | None = None,
     temperature: float = 1.0,
+    normalisation: str = "softmax",
     need_weights: bool = False,
 ) -> CoverageOutput:
     """Attend as :func:`attnfast.coverage_attention` does, to a memory.
@@ -470,6 +471,7 @@ def attend_with_history(
         transition_prob: u of forward attention.
         coverage, previous, log_previous: the state after the rows before, from the last result.
         scale, bias, temperature: of the score.
+        normalisation: ``"softmax"`` or ``"sigmoid"``.
         need_weights: return the weights too.
 
     Their shapes and dtypes are those of :func:`attnfast.coverage_attention`.
@@ -500,7 +502,7 @@ def attend_with_history(
     call = CoverageInputs(
         query, memory.key, memory.value, memory.score_vector, bias, mask, memory.lengths, filters,
         projection, penalty, fertility, transition_prob, coverage,  # type: ignore[arg-type]
-        previous, scale, memory.score,  # type: ignore[arg-type]
+        previous, scale, memory.score, is_sigmoid(normalisation),  # type: ignore[arg-type]
     )  # fmt: skip
     shared = _usable(memory.shared_keys)
     if is_recording():

@@ -373,12 +373,13 @@ def _remembered(
         of.get("filters"), of.get("projection"), of.get("penalty"), of.get("fertility"),
         of.get("transition_prob"),  # type: ignore[arg-type]
         state["coverage"], state.get("previous"), None, memory.score,  # type: ignore[arg-type]
+        of.get("normalisation") == "sigmoid",
     )  # fmt: skip
     options = of.get("coverage_weight"), of.get("channels", "previous"), state.get("log_previous")
     call = coverage_call(call, attention.temperature, *options)
     names = (
         "score_vector", "mask", "filters", "projection", "penalty", "inverse_fertility",
-        "transition_prob", "coverage", "previous", "scale",
+        "transition_prob", "coverage", "previous", "scale", "sigmoid",
     )  # fmt: skip
     return {x: getattr(call, x) for x in names}
 

@@ -19,7 +19,7 @@ from attnfast._utils.checks import (
     raise_value_error,
 )
 from attnfast.decoding import Memory, attend_with_history, check_memory
-from attnfast.functional import logarithm
+from attnfast.functional import is_sigmoid, logarithm
 from attnfast.nn._linear import weight_of
 from attnfast.nn.attention import _Attention, check_sizes, check_target_mask
 from attnfast.ops.arguments import check_activation
@@ -110,19 +110,22 @@ class HistoryAttention(_Attention):
     has_history = True
 
     def __init__(
-        self, query_dim: int, key_dim: int, attn_dim: int, *, bias: bool, activation: str, backend
-    ):
+        self, query_dim: int, key_dim: int, attn_dim: int, *, bias: bool, activation: str,
+        normalisation: str = "softmax", backend: str | None
+    ):  # fmt: skip
         check_sizes(query_dim=query_dim, key_dim=key_dim, attn_dim=attn_dim)
         check_flag("bias", bias)
         check_activation(activation)
+        is_sigmoid(normalisation)
         super().__init__((attn_dim,), 1.0, backend)
         self.activation = activation
+        self.normalisation = normalisation
         self.query_proj = nn.Linear(query_dim, attn_dim, bias=bias)
         self.key_proj = nn.Linear(key_dim, attn_dim, bias=False)
 
     def _terms(self, memory: Memory) -> dict[str, Any]:
-        """Return the arguments of :func:`attnfast.coverage_attention` specific to the subclass."""
-        raise NotImplementedError
+        """Return the module's own arguments of :func:`attnfast.coverage_attention`."""
+        return {"normalisation": self.normalisation}
 
     def start(self, memory: Memory) -> CumulativeState:
         """Return the history before the first row.
@@ -219,7 +222,7 @@ class CoverageAttention(HistoryAttention):
         fertility: N, the largest fertility of a key in Tu et al.: :math:`\phi_j = N \sigma(u^\top
             h_j)`; None for :math:`\phi = 1`.
         bias: give the query projection a bias.
-        activation, backend: as in :func:`attnfast.coverage_attention`.
+        activation, normalisation, backend: as in :func:`attnfast.coverage_attention`.
 
     The coverage loss of See et al., Σ min(α, C), is the history's ``loss [B]``.
 
@@ -245,11 +248,13 @@ class CoverageAttention(HistoryAttention):
         fertility: float | None = None,
         bias: bool = True,
         activation: str = "tanh",
+        normalisation: str = "softmax",
         backend: str | None = None,
     ):
         super().__init__(
-            query_dim, key_dim, attn_dim, bias=bias, activation=activation, backend=backend
-        )
+            query_dim, key_dim, attn_dim, bias=bias, activation=activation,
+            normalisation=normalisation, backend=backend,
+        )  # fmt: skip
         if fertility is not None and not (is_finite(fertility) and fertility > 0):
             raise_value_error("fertility", "a positive number or None", describe(fertility))
         if not (is_finite(penalty) or penalty is None or isinstance(penalty, nn.Parameter)):
@@ -285,6 +290,7 @@ class CoverageAttention(HistoryAttention):
 
     def _terms(self, memory: Memory) -> dict[str, Any]:
         return {
+            **super()._terms(memory),
             "coverage_weight": self.coverage_weight,
             "penalty": self.penalty,
             "fertility": memory.fertility,
@@ -303,7 +309,8 @@ class LocationAwareAttention(HistoryAttention):
         channels: the input of the filters: ``"previous"``, the last weights (Chorowski et al.);
             ``"coverage"``, the sum of all weights; ``"both"``, on two channels (Tacotron 2).
         bias: give the query projection a bias.
-        activation, backend: as in :func:`attnfast.coverage_attention`.
+        activation, normalisation, backend: as in :func:`attnfast.coverage_attention`;
+            Chorowski et al. smooth the weights with ``normalisation="sigmoid"``.
 
     Raises:
         ValueError: an even width, or unknown ``channels``.
@@ -332,11 +339,13 @@ class LocationAwareAttention(HistoryAttention):
         channels: str = "previous",
         bias: bool = True,
         activation: str = "tanh",
+        normalisation: str = "softmax",
         backend: str | None = None,
     ):
         super().__init__(
-            query_dim, key_dim, attn_dim, bias=bias, activation=activation, backend=backend
-        )
+            query_dim, key_dim, attn_dim, bias=bias, activation=activation,
+            normalisation=normalisation, backend=backend,
+        )  # fmt: skip
         check_choice("channels", channels, ("previous", "coverage", "both"))
         check_int("num_filters", num_filters, 0)
         if not is_int(width) or width < 1 or width % 2 == 0:
@@ -349,8 +358,9 @@ class LocationAwareAttention(HistoryAttention):
 
     def _terms(self, memory: Memory) -> dict[str, Any]:
         if self.location_conv is None or self.location_proj is None:
-            return {}
+            return super()._terms(memory)
         return {
+            **super()._terms(memory),
             "filters": self.location_conv.weight,
             "channels": "coverage" if self.channels == "coverage" else "previous",
             "projection": weight_of(self.location_proj),

@@ -43,6 +43,9 @@ class CoverageInputs(NamedTuple):
     ``filters [(H,) K, C, taps]``, ``projection [(H,) A, K]``, ``penalty [H]`` or ``[1]``,
     ``inverse_fertility``, ``coverage`` and ``previous [B, (H,) Tk]``, ``transition_prob [B, (H,)
     Tq]`` have the accumulation dtype. With a transition ``previous`` holds log p, −inf for 0.
+
+    With ``sigmoid``, which excludes a transition, the weights of a row are σ(e) / Σ σ(e), which is
+    the softmax of log σ(e).
     """
 
     query: Tensor
@@ -61,13 +64,15 @@ class CoverageInputs(NamedTuple):
     previous: Tensor | None = None
     scale: float = 1.0
     score: str = "dot"
+    sigmoid: bool = False
 
 
 class CoverageOutputs(NamedTuple):
     """Outputs of ``coverage_attention``; all but the context have the accumulation dtype.
 
     ``coverage`` is that after the last row, ``loss [B, (H)]``; ``log_weights`` are log α, −inf for
-    0, of size [0] without a transition.
+    0, of size [0] without a transition. ``sigmoid_sum [B, (H,) Tq]``, Σ σ(e), is for the backward,
+    of size [0] without ``sigmoid``.
     """
 
     context: Tensor
@@ -75,6 +80,7 @@ class CoverageOutputs(NamedTuple):
     coverage: Tensor
     loss: Tensor
     log_weights: Tensor
+    sigmoid_sum: Tensor
 
 
 class CoverageBackward(NamedTuple):
@@ -99,8 +105,10 @@ class CoverageBackward(NamedTuple):
     previous: Tensor | None
     weights: Tensor
     log_weights: Tensor
+    sigmoid_sum: Tensor
     scale: float
     score: str
+    sigmoid: bool
     need_grad_query: bool
     need_grad_key: bool
     need_grad_score: bool
@@ -128,7 +136,7 @@ class CoverageGradients(NamedTuple):
 #: accumulation dtype, one for each sequence (and head); the value's gradient is taken at the end.
 SUMS = ("sum_key", "sum_score_vector", "sum_filters", "sum_projection")
 _of_all = get_type_hints(CoverageBackward)
-_last = ("scale", "score", "need_grad_query", "need_grad_score")
+_last = ("scale", "score", "sigmoid", "need_grad_query", "need_grad_score")
 _no = ("need_grad_key", "need_grad_filters", *_last)
 _first = [x for x in CoverageBackward._fields if x not in _no]
 _into_fields: Any = [
@@ -163,6 +171,8 @@ def check_history(call: CoverageInputs, previous: str = "previous") -> None:
             raise_value_error(name, f"of dtype {dtype}", x.dtype)
         if allowed is not None and list(x.shape) not in allowed:
             raise_value_error(name, " or ".join(map(str, allowed)), list(x.shape))
+    if call.sigmoid and call.transition_prob is not None:
+        raise_value_error("transition_prob", "None with weights from sigmoids", "a tensor")
     if call.transition_prob is not None and call.previous is None:
         raise_value_error(previous, "given with a transition_prob", None)
     if (filters is None) != (projection is None):
@@ -209,6 +219,7 @@ def _check_backward(call: CoverageBackward) -> None:
         ("grad_log_weights", call.grad_log_weights, dtype, logarithms),
         ("weights", call.weights, dtype, scores),
         ("log_weights", call.log_weights, dtype, logarithms),
+        ("sigmoid_sum", call.sigmoid_sum, dtype, scores[:-1] if call.sigmoid else (0,)),
     ]
     check_exact(query, gradients)
 
@@ -248,6 +259,7 @@ def _fake(call: CoverageInputs) -> CoverageOutputs:
         query.new_empty(keys, dtype=dtype),
         query.new_empty(keys[:-1], dtype=dtype),
         query.new_empty((0,) if call.transition_prob is None else shape, dtype=dtype),
+        query.new_empty(shape[:-1] if call.sigmoid else (0,), dtype=dtype),
     )
 
 
@@ -277,6 +289,7 @@ def _fake_backward(call: CoverageBackward) -> CoverageGradients:
 COVERAGE = Operator(
     "coverage_attention", CoverageInputs, CoverageOutputs, CoverageBackward, CoverageGradients,
     check=check, check_backward=_check_backward, fake=_fake, fake_backward=_fake_backward,
+    constant=("sigmoid_sum",),
     needs={
         "need_grad_query": ("query",),
         "need_grad_key": ("key", "value", "score_vector"),

@@ -56,7 +56,7 @@ class RecurrentInputs(NamedTuple):
 
     With ``coverage`` and ``previous [B, Tk]``, the history before the first step, attention has a
     history, and no span: ``filters [K, C, taps]``, ``projection [A, K]``, ``penalty [1]``,
-    ``inverse_fertility [B, Tk]`` and ``transition_prob [B, T]`` are those of
+    ``inverse_fertility [B, Tk]``, ``transition_prob [B, T]`` and ``sigmoid`` are those of
     :class:`CoverageInputs`, where ``previous`` holds logarithms if there is a transition. Steps at
     ``target_lengths`` and beyond leave the history unchanged.
 
@@ -116,6 +116,7 @@ class RecurrentInputs(NamedTuple):
     attends_first: bool = True
     scale: float = 1.0
     score: str = "dot"
+    sigmoid: bool = False
 
 
 class RecurrentOutputs(NamedTuple):
@@ -124,8 +125,8 @@ class RecurrentOutputs(NamedTuple):
     ``states`` and ``cells [B, T, H]``, ``contexts [B, T, Dv]``, ``weights [B, T, Tk]``,
     ``attentional [B, T, F]``; with a history ``coverage [B, Tk]`` after the last step and ``loss
     [B]``, and with a transition ``log_weights [B, T, Tk]``, −inf for 0. Only the backward reads
-    ``queries [B, T, A]``, absent if they are the states, and ``gates [B, T, S·H]``: r, z, n and
-    W_hn h + b_hn of a GRU, i, f, g and o of an LSTM.
+    ``queries [B, T, A]``, absent if they are the states, ``gates [B, T, S·H]``: r, z, n and
+    W_hn h + b_hn of a GRU, i, f, g and o of an LSTM, and ``sigmoid_sum [B, T, 1]``.
     """
 
     states: Tensor
@@ -138,6 +139,7 @@ class RecurrentOutputs(NamedTuple):
     queries: Tensor
     gates: Tensor
     log_weights: Tensor
+    sigmoid_sum: Tensor
 
 
 class RecurrentBackward(NamedTuple):
@@ -192,10 +194,12 @@ class RecurrentBackward(NamedTuple):
     queries: Tensor
     gates: Tensor
     log_weights: Tensor
+    sigmoid_sum: Tensor
     mode: str
     attends_first: bool
     scale: float
     score: str
+    sigmoid: bool
     need_grad_input: bool
     need_grad_parameters: bool
     need_grad_key: bool
@@ -298,7 +302,7 @@ def coverage_of(
     return CoverageInputs(
         query, call.key, call.value, call.score_vector, None, plain.mask, call.lengths,
         call.filters, call.projection, call.penalty, call.inverse_fertility, transition, coverage,
-        previous, call.scale, call.score,
+        previous, call.scale, call.score, call.sigmoid,
     )  # fmt: skip
 
 
@@ -378,6 +382,8 @@ def check(call: RecurrentInputs) -> None:
 
 def _check_past(call: RecurrentInputs) -> None:
     """Raise if only a part of a history is given."""
+    if call.coverage is None and call.sigmoid:
+        raise_value_error("sigmoid", "False without a coverage", True)
     if call.coverage is None:
         for name in (
             "filters", "projection", "penalty", "inverse_fertility", "transition_prob", "previous",
@@ -427,6 +433,7 @@ def fake(call: RecurrentInputs) -> RecurrentOutputs:
         room(attends and (projects or call.attends_first), A),
         room(SAVED_GATES[call.mode], SAVED_GATES[call.mode] * H, layers(call)),
         room(call.transition_prob is not None, Tk),
+        room(call.sigmoid, 1),
     )
 
 
@@ -452,7 +459,7 @@ LIBRARIES["cpu"].define(
 RECURRENT = Operator(
     "recurrent", RecurrentInputs, RecurrentOutputs, RecurrentBackward, RecurrentGradients,
     check=check, check_backward=_check_backward, fake=fake, fake_backward=_fake_backward,
-    constant=("queries", "gates"), backends=("cpu", "cuda"),
+    constant=("queries", "gates", "sigmoid_sum"), backends=("cpu", "cuda"),
     needs={
         "need_grad_input": ("input",),
         "need_grad_parameters": PARAMETERS,

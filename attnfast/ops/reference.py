@@ -168,7 +168,7 @@ def coverage_attention(call: CoverageInputs) -> CoverageOutputs:
     elif u_t is not None:
         p, log_p = p.exp(), p
     loss = k.new_zeros(k.shape[:-2])
-    rows, logarithms = [], []
+    rows, logarithms, sigmoid_sums = [], [], []
     for t in range(q.shape[-2]):
         seen = visible[..., t, :]
         keys = k
@@ -188,6 +188,9 @@ def coverage_attention(call: CoverageInputs) -> CoverageOutputs:
             log_r = log_transition(log_p, u_t[..., t, None])
             seen = seen & (log_r != -math.inf)
             e = e + log_r.masked_fill(~seen, 0)
+        if call.sigmoid:
+            e = torch.nn.functional.logsigmoid(e)
+            sigmoid_sums.append(e.exp().masked_fill(~seen, 0).sum(-1))
         empty = ~seen.any(-1, keepdim=True)
         e = e.masked_fill(~seen, -math.inf).masked_fill(empty, 0)
         if u_t is not None:
@@ -201,7 +204,10 @@ def coverage_attention(call: CoverageInputs) -> CoverageOutputs:
     log_weights = weights.new_empty(0)
     if u_t is not None:
         log_weights = torch.stack(logarithms, -2) if logarithms else weights
-    return CoverageOutputs((weights @ v).to(dtype), weights, c, loss, log_weights)
+    sigmoid_sum = weights.new_empty(0)
+    if call.sigmoid:
+        sigmoid_sum = torch.stack(sigmoid_sums, -1) if sigmoid_sums else q.sum(-1)
+    return CoverageOutputs((weights @ v).to(dtype), weights, c, loss, log_weights, sigmoid_sum)
 
 
 def copy_distribution(call: CopyInputs) -> CopyOutputs:
@@ -305,6 +311,8 @@ def recurrent(call: RecurrentInputs) -> RecurrentOutputs:
         made = coverage_attention(step)
         loss = loss + made.loss
         weights = made.weights.squeeze(1)
+        if call.sigmoid:
+            results["sigmoid_sum"].append(made.sigmoid_sum)
         if call.transition_prob is None:
             past = made.coverage, weights
         else:

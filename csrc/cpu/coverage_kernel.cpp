@@ -33,6 +33,19 @@ void load_logarithms(const C* x, int64_t Tk, C* out) {
   copy(x, Tk, out);
 }
 
+// Replace the scores of a row by the logarithms of their sigmoids; return the sum of the sigmoids.
+template <class C>
+C log_sigmoids(int64_t n, C* s) {
+  Vec<C> total = {};
+  for (int64_t j = 0; j < n; j += Vector<C>::width) {
+    const Vec<C> x = load_part(s + j, n - j, -(C)__builtin_inf());
+    const Vec<C> least = x > 0 ? Vec<C>{} : x, y = least - log_of_one_more(weight_of<C>(x > 0 ? -x : x));
+    total += weight_of<C>(y);
+    store_part(s + j, y, n - j);
+  }
+  return sum<C>(total);
+}
+
 template <class T, class C = typename Accumulate<T>::type>
 void forward(const CoverageForward& a, const Plan&, int64_t index, void* buffer) {
   const Item item(a, index);
@@ -54,6 +67,7 @@ void forward(const CoverageForward& a, const Plan&, int64_t index, void* buffer)
     multiply_by((C)a.scale, n, row);
     finish_scores<T>(a, item, t, 0, n, row);
     for (int64_t j = 0; penalty != 0 && j < n; ++j) row[j] -= penalty * coverage[j];
+    if (a.sigmoid) *row_of<C>(a.sigmoid_sum, item, t) = log_sigmoids(n, row);
     if (a.transition_prob.data) {
       const C u = row_of<C>(a.transition_prob, item)[t];
       transition_softmax(u, n, a.Tk, past, row_of<C>(a.log_weights, item, t), row);
@@ -142,7 +156,8 @@ class Rewind {
   // Turn g into the gradient of row t's scores; `mean` is g's mean by the weights, `total` the sum
   // of the log-weights' gradients. The two are kept separate, so that a row of one key has no
   // gradient.
-  void softmax_backward(const C* weights, const C* coverage, C mean, C total, C* g) {
+  void softmax_backward(int64_t t, const C* weights, const C* coverage, C mean, C total, C* g) {
+    const C sigmoids = a.sigmoid ? *row(a.sigmoid_sum, t) : 0;  // a weight's sigmoid over the weight
     const int64_t n = this->n;
     const C penalty = this->penalty, *past = a.transition_prob.data ? p.grad_past : nullptr;
     C* grad_coverage = this->grad_coverage;
@@ -152,6 +167,7 @@ class Rewind {
       const Vec<C> w = part(weights);
       Vec<C> x = w == 0 ? w : w * (part(g) - mean);
       if (past) x += part(past) - w * total;
+      x *= (C)1 - w * sigmoids;
       store_part(g + j, x, n - j);
       penalties += x * part(coverage);
       store_part(grad_coverage + j, part(grad_coverage) - penalty * x, n - j);
@@ -168,7 +184,7 @@ class Rewind {
     const C total = transition ? logarithms_backward(t) : 0;
     p.grad_before.clear(a.Tk, p.taps);
     C* grad_previous = p.grad_before.channel[0];
-    softmax_backward(weights, coverage, mean, total, g);
+    softmax_backward(t, weights, coverage, mean, total, g);
     if (transition) {
       load_logarithms(t ? row(a.log_weights, t - 1) : row(a.previous), a.Tk, p.past);
       const C u = row(a.transition_prob)[t];

@@ -126,7 +126,7 @@ template <class C, class Step>
 void remember(const Layer& a, int64_t t, const View& coverage, Step& step) {
   step.coverage_in = coverage;
   if (a.step_lengths) step.lengths = a.step_lengths + t * a.B;
-  View* const rows[] = {&step.transition_prob, &step.log_weights};
+  View* const rows[] = {&step.transition_prob, &step.log_weights, &step.sigmoid_sum};
   for (View* x : rows) shift_to_step(*x, t, sizeof(C));
   if (t)
     shift_to_step(step.previous = step.log_weights.data ? step.log_weights : step.weights, -1, sizeof(C));

@@ -313,6 +313,12 @@ struct BackwardScan : Scan<T, CoverageBackward> {
   }
 };
 
+// Return the logarithm of the sigmoid of x.
+template <class C>
+__device__ C log_sigmoid(C x) {
+  return (x > 0 ? C(0) : x) - log1p(exp(x > 0 ? -x : x));
+}
+
 template <class T>
 __global__ void __launch_bounds__(kThreads, 3) scan(const CoverageForward a, const View scratch) {
   using C = typename Accumulate<T>::type;
@@ -333,15 +339,18 @@ __global__ void __launch_bounds__(kThreads, 3) scan(const CoverageForward a, con
       s.score(t, row);
       __syncthreads();
     }
-    C top = -INFINITY;
+    C top = -INFINITY, sigmoids = 0;
     const Transition<C> transition = s.transition(t);
     for (int64_t j = begin; j < s.seen; j += kThreads) {
       if (s.penalty != 0) row[j] -= s.penalty * coverage[j];
       if (logarithms) row[j] += transition[j].log();
+      if (a.sigmoid) sigmoids += exp(row[j] = log_sigmoid(row[j]));
       top = fmax(top, row[j]);
     }
     top = of_blocks<Max>(top, turn);
     if (top == -INFINITY) top = 0;
+    if (a.sigmoid) sigmoids = of_blocks<Add>(sigmoids, turn);
+    if (a.sigmoid && begin == 0) s.row(a.sigmoid_sum)[t] = sigmoids;
     C part = 0;
     for (int64_t j = begin; j < s.seen; j += kThreads) {
       const C x = row[j] - top;
@@ -410,8 +419,9 @@ __global__ void __launch_bounds__(kThreads, transition ? 2 : 3)
     for (int64_t j = begin; j < s.to; j += kThreads) s.past[j] = 0;
     // separate from the mean, so that a row of one key has no gradient
     const C total = transition ? of_blocks<Add>(part_of_logarithms, turn) : C(0);
+    const C sigmoids = a.sigmoid ? s.row(a.sigmoid_sum)[t] : C(0);  // a weight's sigmoid over the weight
     for (int64_t j = begin; j < s.to; j += kThreads) {
-      C x = j < s.n && weights[j] != 0 ? weights[j] * (g[j] - mean) : C(0);
+      C x = j < s.n && weights[j] != 0 ? weights[j] * (g[j] - mean) * (1 - weights[j] * sigmoids) : C(0);
       if (transition && j < s.n) x += s.grad_past(j) - weights[j] * total;
       g[j] = x;
       if (x != 0) grad_penalty -= x * coverage[j];

@@ -774,3 +774,53 @@ class Seq2SeqAttentionDecoder(nn.Module):
     @property
     def attention_weights(self):
         return self._attention_weights
+
+
+class LSA(nn.Module):
+    """WaveRNN's location-sensitive attention, or with ``cloning`` Real-Time-Voice-Cloning's."""
+
+    def __init__(self, attn_dim, kernel_size=31, filters=32, cloning=False):
+        super().__init__()
+        options = {"kernel_size": kernel_size, "padding": kernel_size // 2, "bias": cloning}
+        self.conv = nn.Conv1d(1 if cloning else 2, filters, **options)
+        self.L = nn.Linear(filters, attn_dim, bias=not cloning)
+        self.W, self.v = nn.Linear(attn_dim, attn_dim), nn.Linear(attn_dim, 1, bias=False)
+        self.cumulative = self.attention = None
+        self.cloning = cloning
+
+    def init_attention(self, encoder_seq_proj):
+        device, shape = next(self.parameters()).device, encoder_seq_proj.shape[:2]
+        self.cumulative = torch.zeros(shape, device=device)
+        self.attention = torch.zeros(shape, device=device)
+
+    def located(self, encoder_seq_proj, query, channels):
+        features = self.L(self.conv(torch.stack(channels, 1)).transpose(1, 2))
+        scores = self.v(torch.tanh(self.W(query).unsqueeze(1) + encoder_seq_proj + features))
+        return scores.squeeze(-1)
+
+
+class WaveRNNLSA(LSA):
+    __module__, __qualname__ = "models.tacotron", "LSA"
+
+    def forward(self, encoder_seq_proj, query, t):
+        if t == 0:
+            self.init_attention(encoder_seq_proj)
+        u = self.located(encoder_seq_proj, query, [self.cumulative, self.attention])
+        self.attention = torch.sigmoid(u) / torch.sigmoid(u).sum(dim=1, keepdim=True)
+        self.cumulative += self.attention
+        return self.attention.unsqueeze(1)
+
+
+class VoiceCloningLSA(LSA):
+    __module__, __qualname__ = "synthesizer.models.tacotron", "LSA"
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes, cloning=True)
+
+    def forward(self, encoder_seq_proj, query, t, chars):
+        if t == 0:
+            self.init_attention(encoder_seq_proj)
+        u = self.located(encoder_seq_proj, query, [self.cumulative])
+        self.attention = torch.softmax(u * (chars != 0).float(), dim=1)
+        self.cumulative = self.cumulative + self.attention
+        return self.attention.unsqueeze(1)

@@ -35,9 +35,10 @@ def decode(attention, draw, steps=4):
             yield attention(draw(B, 5), inputs, processed, mask), attention.attention_weights
 
 
+@pytest.mark.parametrize("norm", ["softmax", "sigmoid"])
 @pytest.mark.parametrize("location", [False, True])
-def test_attention(location):
-    compare(make(location), decode, SINGLE)
+def test_attention(location, norm):
+    compare(make(location, norm=norm), decode, SINGLE)
 
 
 @pytest.mark.parametrize("location", [False, True])
@@ -48,6 +49,11 @@ def test_a_source_is_prepared_once(location):
 @pytest.mark.parametrize(("location", "agent", "mask"), list(product([False, True], repeat=3)))
 def test_forward_attention(location, agent, mask):
     compare(make(location, forward=True, agent=agent, mask=mask), decode, SINGLE)
+
+
+@pytest.mark.parametrize("location", [False, True])
+def test_forward_attention_over_sigmoids(location):
+    compare(make(location, norm="sigmoid", forward=True, agent=True), decode, SINGLE)
 
 
 @pytest.mark.parametrize("forward", [False, True])
@@ -69,18 +75,14 @@ def test_windows_at_inference_are_its_own(forward):
     torch.testing.assert_close(ours.attention_weights, own.attention_weights)
 
 
-def test_sigmoids_are_left_alone():
-    report = attnfast.replace(make(norm="sigmoid"))
-    assert "left alone: its weights are normalised sigmoids" in str(report)
+def test_an_unknown_norm_is_refused():
     attention = make()
     attnfast.replace(attention)
-    attention.norm = "sigmoid"  # afterwards
-    plain = make(norm="sigmoid")
+    attention.norm = "entmax"  # afterwards
     inputs, query = torch.randn(2, 4, 6), torch.randn(2, 5)
-    for m in (attention, plain):
-        m.init_states(inputs)
-        m(query, inputs, m.preprocess_inputs(inputs), None)
-    torch.testing.assert_close(attention.attention_weights, plain.attention_weights)
+    attention.init_states(inputs)
+    with pytest.raises(ValueError, match="attention norm type"):  # of its own code
+        attention(query, inputs, attention.preprocess_inputs(inputs), None)
 
 
 class Model(torch.nn.Module):

@@ -11,7 +11,11 @@ from integrations.reference_projects import KospeechAdditive, KospeechLocation
 
 import attnfast
 
-CLASSES = [lambda: KospeechAdditive(6), lambda: KospeechLocation(6, 5)]
+CLASSES = [
+    lambda: KospeechAdditive(6),
+    lambda: KospeechLocation(6, 5),
+    lambda: KospeechLocation(6, 5, smoothing=True),
+]
 
 
 def use(attention, draw):
@@ -40,8 +44,3 @@ def test_a_query_for_each_key_runs_its_own_code():
     attnfast.replace(additive, strict=True)
     with pytest.raises(RuntimeError):  # contexts and queries of different sizes
         additive(query, source, source)
-
-
-def test_sigmoids_are_left_alone():
-    attention = KospeechLocation(6, 5, smoothing=True)
-    assert "its weights are sigmoids" in str(attnfast.replace(attention))

@@ -58,10 +58,12 @@ def test_a_mask_of_another_size():
                       torch.ones(2, 4))  # fmt: skip
 
 
-@pytest.mark.parametrize("more", [{"sigmoid_smoothing": True}, {"atype": "triggered_attention"}])
-def test_other_scores_are_left_alone(more):
+@pytest.mark.parametrize("atype", ["add", "location", "dot", "luong_concat"])
+def test_sigmoids(atype):
+    compare(make(atype, sigmoid_smoothing=True), use)
+
+
+def test_other_scores_are_left_alone():
     attention = make("add")
-    for name, value in more.items():
-        setattr(attention, name, value)
-    reason = "sigmoids" if "sigmoid_smoothing" in more else "triggered_attention is not known"
-    assert reason in str(attnfast.replace(attention))
+    attention.atype = "triggered_attention"
+    assert "triggered_attention is not known" in str(attnfast.replace(attention))

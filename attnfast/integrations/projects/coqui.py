@@ -2,6 +2,7 @@
 
 import torch
 
+from attnfast.functional import NORMALISATIONS
 from attnfast.integrations.adapter import Adapter, UnsupportedCall
 from attnfast.integrations.helpers import attend, keep_in_graph
 
@@ -9,16 +10,20 @@ from attnfast.integrations.helpers import attend, keep_in_graph
 class Original:
     """e = v · tanh(Q q + M h + U (F ∗ [α, C])) + b, U and F for location-sensitive attention.
 
-    Forward attention is the project's own, on our weights. Windows at inference, and weights that
-    are normalised sigmoids, are left to its own code.
+    Weights are a softmax or normalised sigmoids. Forward attention is the project's own, on our
+    weights. Windows at inference are left to its own code.
     """
 
     def forward(self, query, inputs, processed_inputs, mask):
-        if self.norm != "softmax" or (self.windowing and not self.training):
-            raise UnsupportedCall("weights are normalised by a sigmoid, or windowed in evaluation")
-        location = {}
+        if self.norm not in NORMALISATIONS or (self.windowing and not self.training):
+            raise UnsupportedCall(
+                "its norm is not known, or its weights have windows in evaluation"
+            )
+        terms, bias = {}, self.v.linear_layer.bias
+        if self.norm == "sigmoid":
+            terms = {"normalisation": "sigmoid", "bias": bias.view(1, 1, 1)}
         if self.location_attention:
-            location = {
+            terms |= {
                 "filters": self.location_layer.location_conv1d.weight,
                 "projection": self.location_layer.location_dense.linear_layer.weight,
                 "previous": self.attention_weights,
@@ -26,7 +31,7 @@ class Original:
             }
         context, weights = attend(
             self, self.query_layer(query), processed_inputs, None if self.forward_attn else inputs,
-            self.v.linear_layer.weight, mask=mask, **location,
+            self.v.linear_layer.weight, mask=mask, **terms,
         )  # fmt: skip
         if self.location_attention:
             self.update_location_attention(weights)
@@ -36,7 +41,7 @@ class Original:
         self.attention_weights = weights
         if self.forward_attn and self.trans_agent:
             self.u = torch.sigmoid(self.ta(torch.cat([context, query.squeeze(1)], -1)))
-        return keep_in_graph(context, self.v.linear_layer.bias)
+        return keep_in_graph(context, bias)
 
 
 def example(attention, draw):
@@ -71,9 +76,6 @@ ADAPTERS = [
         example=example,
         # of masks, and of the windows that its own code makes
         known_attributes=["data", "_mask_value", "win_idx", "win_back", "win_front"],
-        skip_reason=lambda attention: (
-            None if attention.norm == "softmax" else "its weights are normalised sigmoids"
-        ),
         note="a source without frames has weights 0 instead of NaN",
         dtype=torch.float32,
     ),

@@ -23,20 +23,22 @@ class Additive:
 
 
 class Location:
-    """e = v · tanh(V q + W h + F ∗ α + a + b) + c, α the last weights."""
+    """e = v · tanh(V q + W h + F ∗ α + a + b) + c, α the last weights; a softmax or sigmoids."""
 
     def forward(self, query, value, last_alignment_energy):
         if query.shape[1:2] != (1,):
             raise UnsupportedCall("the query is not [B, 1, D]")
         score, conv, previous = self.fc.linear, self.location_conv, last_alignment_energy
-        key = project(self, "key", self.value_proj.linear, value)
+        key, smoothed = project(self, "key", self.value_proj.linear, value), {}
+        if self.smoothing:
+            smoothed = {"normalisation": "sigmoid", "bias": score.bias.view(1, 1, 1)}
         filters, projection = cached_per_source(
             self, "filters", lambda: factors(conv.weight), conv.weight, source=value
         )
         context, weights = attend(
             self, self.query_proj(query).squeeze(1) + conv.bias + self.bias, key, value,
             score.weight, filters=filters, projection=projection,
-            previous=value.new_zeros(value.shape[:2]) if previous is None else previous,
+            previous=value.new_zeros(value.shape[:2]) if previous is None else previous, **smoothed,
         )  # fmt: skip
         return keep_in_graph(context, score.bias).unsqueeze(1), weights
 
@@ -69,9 +71,6 @@ ADAPTERS = [
         classes=[f"kospeech.models.attention.{cls}"],
         parameters=parameters,
         example=example,
-        skip_reason=lambda attention: (
-            "its weights are sigmoids" if getattr(attention, "smoothing", False) else None
-        ),
     )
     for cls, methods, parameters in (
         (

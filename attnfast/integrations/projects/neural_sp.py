@@ -12,7 +12,10 @@ SCORES = ("add", "location", "dot", "luong_dot", "luong_general", "luong_concat"
 
 
 class NeuralSP:
-    """e = s v · tanh(W h + b + V q), with U (F ∗ α) in it, α the last weights, or s q · h."""
+    """e = s v · tanh(W h + b + V q), with U (F ∗ α) in it, α the last weights, or s q · h.
+
+    Weights are a softmax or, with s = 1, normalised sigmoids.
+    """
 
     def forward(self, key, value, query, mask=None, aw_prev=None, cache=False, mode="",
                 trigger_points=None, streaming=False):  # fmt: skip
@@ -30,7 +33,8 @@ class NeuralSP:
         context, weights = attend(
             self, query, keys, None if drops else value,
             self.v.weight if hasattr(self, "v") else None, mask=seen,
-            scale=float(self.sharpening_factor), **location(self, aw_prev),
+            scale=1.0 if self.sigmoid_smoothing else float(self.sharpening_factor),
+            **history(self, aw_prev),
         )  # fmt: skip
         if query.dim() == 2:
             weights = weights.unsqueeze(1)
@@ -50,20 +54,20 @@ def terms(self, query):
     return query.squeeze(1) if self.atype == "location" else query, keys
 
 
-def location(self, previous):
-    """Return what a location adds to the score."""
+def history(self, previous):
+    """Return the terms of a location, and the choice of sigmoids."""
+    sigmoids = {"normalisation": "sigmoid"} if self.sigmoid_smoothing else {}
     if self.atype != "location":
-        return {}
+        return sigmoids
     kernel, shape = self.conv.weight, self.key.shape[:2]
     filters = cached_per_source(self, "filters", lambda: kernel.squeeze(2), kernel, source=self.key)
     previous = self.key.new_zeros(shape) if previous is None else previous.view(-1, shape[1])
-    return {"filters": filters, "projection": self.w_conv.weight, "previous": previous}
+    more = {"filters": filters, "projection": self.w_conv.weight, "previous": previous}
+    return sigmoids | more
 
 
 def why_not(attention):
-    if attention.atype not in SCORES:
-        return f"its score {attention.atype} is not known"
-    return "its weights are sigmoids" if attention.sigmoid_smoothing else None
+    return None if attention.atype in SCORES else f"its score {attention.atype} is not known"
 
 
 def example(attention, draw):
@@ -97,6 +101,7 @@ ADAPTERS = [
                   "w.weight", "v.weight"],
         example=example,
         skip_reason=why_not,
+        weight_scale=4.0,  # sigmoids of large scores are all 0, and their weights NaN
         note="a source without frames has weights 0 instead of equal ones",
     ),
 ]  # fmt: skip
