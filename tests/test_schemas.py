@@ -100,3 +100,16 @@ def test_no_call_keeps_memory(refused):
     run(100)
     before = run(10)
     assert run(2000) - before < 20_000  # a name kept by each would be 60,000 and more
+
+
+@pytest.mark.cpu_library
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads Linux's memory counters")
+def test_arguments_that_are_strings_are_freed():
+    def pages(calls: int) -> int:
+        for _ in range(calls):
+            with pytest.raises(RuntimeError, match="score must be"):
+                torch.ops.attnfast_cpu.key_exponentials(torch.zeros(1, 1, 1), None, "x" * 65536)
+        return int(Path("/proc/self/statm").read_text().split()[1])
+
+    before = pages(100)
+    assert pages(400) - before < 200 * 16  # a leak would be 16 pages of 4 KiB for each call
