@@ -62,7 +62,7 @@ def fusion_skip_reason(
         source: the encoder states, ``[B, Tk, D]``.
         states: the states before the first step, ``[L, B, H]``.
         attention: the decoder's attention, which must have no hooks because it is not called.
-        parts: layers, whose parameters are used without calling them, and dropouts, which must be
+        parts: modules whose parameters are used without calling them, and dropouts, which must be
             inactive.
         feed: the vector fed to the first step, ``[1, B, F]``, if any.
         drops: whether the operator must apply dropout.
@@ -80,9 +80,10 @@ def fusion_skip_reason(
         return "its fed vectors are not those of its source"
     if not is_plain(attention, type(attention)):
         return "its attention has hooks or a forward of its own"
-    if not all(is_plain(x, *PARTS) for x in parts):
+    inner = [x for part in parts for x in part.modules()]
+    if not all(is_plain(x, *((type(x),) if x._modules else PARTS)) for x in inner):
         return "an inner layer has hooks, or is no plain layer of torch.nn"
-    if any(isinstance(x, nn.Dropout) and x.training and x.p > 0 for x in parts):
+    if any(isinstance(x, nn.Dropout) and x.training and x.p > 0 for x in inner):
         return "its own code drops attention weights"
     if any(x.dtype != like.dtype or x.device != like.device for x in inputs):
         return "its parameters and inputs differ in dtype or device"

@@ -389,7 +389,7 @@ class Decoder:
     def forward(self, hs_pad, hlens, ys_in_pad, ys_in_lens, strm_idx=0):
         attention, (B, T) = self.att_list[0], ys_in_pad.shape
         layers = [Layer(self.dtype, *[getattr(x, n) for n in NAMES]) for x in self.decoder]
-        parts = [*self.decoder, *self.dropout_dec, *attention.children()]
+        parts = [self.decoder, self.dropout_dec, attention]
         zeros, plain = hs_pad.new_zeros(B, self.dunits), type(attention).__name__ == "AttAdd"
         if self.sampling_probability > 0:
             raise UnsupportedCall("it samples words of its input")

@@ -13,7 +13,7 @@ from attnfast.integrations.fused_decoders import (
     run_decoder,
     state_of,
 )
-from attnfast.integrations.helpers import attend, is_plain
+from attnfast.integrations.helpers import attend
 from attnfast.nn._fused_rnn import NAMES, Layer
 from attnfast.nn.stateful import CumulativeState, LocationAwareAttention
 
@@ -91,13 +91,11 @@ class Decoder:
         zeros = enc_states.new_zeros(len(cells), B, self.hidden_size)
         located, by_key = hasattr(attention, "conv_loc"), hasattr(attention, "key_linear")
         dropouts = [self.drop, *self.rnn.dropout_layers]
-        parts = [self.proj, *cells, *dropouts, *attention.children()]
+        parts = [self.proj, self.rnn, self.drop, attention]
         if located and torch.is_grad_enabled():
             raise UnsupportedCall("its own code cuts gradients of the weights of the last step")
         if any(x.training and x.p > 0 for x in dropouts):
             raise UnsupportedCall("its own code drops inputs and what is fed to them")
-        if not is_plain(self.rnn, type(self.rnn)):
-            raise UnsupportedCall("its recurrent layers have hooks or a forward of their own")
         if reason := fusion_skip_reason(
             layer, T, enc_states, [zeros], attention, *parts, remembers=located
         ):

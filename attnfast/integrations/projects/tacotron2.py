@@ -1,9 +1,13 @@
-"""Location-sensitive attention of Tacotron 2: NVIDIA's, its many copies, and torchaudio's."""
+"""Tacotron 2: location-sensitive attention of NVIDIA's and torchaudio's, and their decoders."""
 
 import torch
 
-from attnfast.integrations.adapter import Adapter
+from attnfast.decoding import Memory
+from attnfast.integrations.adapter import Adapter, UnsupportedCall
+from attnfast.integrations.fused_decoders import LOOP, fusion_skip_reason, run_decoder
 from attnfast.integrations.helpers import attend
+from attnfast.nn._fused_rnn import NAMES, Layer, RecurrentState, run_layer
+from attnfast.nn.stateful import CumulativeState, LocationAwareAttention
 
 
 class LocationSensitive:
@@ -27,6 +31,65 @@ def inner(layer, name="linear_layer"):
     return getattr(layer, name, layer)
 
 
+def layers_of(self, memory, T, *dropouts):
+    """Return both layers of a decoder, or raise if no operator can run its loop over the steps."""
+    attention, cells = self.attention_layer, (self.attention_rnn, self.decoder_rnn)
+    layers = [
+        Layer("lstm", *[getattr(x, n) for n in NAMES], attends_first=False) for x in cells
+    ]  # fmt: skip
+    if self.training and any(p > 0 for p in dropouts):
+        raise UnsupportedCall("its own code drops states")
+    parts = [*cells, attention, self.linear_projection, self.gate_layer]
+    first = memory.new_zeros(1, len(memory), cells[0].hidden_size)
+    if reason := fusion_skip_reason(
+        layers[0], T, memory, [first], attention, *parts, remembers=True
+    ):
+        raise UnsupportedCall(reason)
+    return layers
+
+
+def run_layers(self, layers, memory, processed_memory, frames, lengths):
+    """Return the steps of the layer that attends, and of the one that reads its states.
+
+    The second changes nothing that the first reads: it runs on all steps of the first at once.
+    """
+    attention, past = self.attention_layer, memory.new_zeros(memory.shape[:2])
+    h, s = (memory.new_zeros(len(memory), x.weight_hh.shape[1]) for x in layers)
+    terms = {
+        "location_conv": inner(attention.location_layer.location_conv, "conv"),
+        "location_proj": inner(attention.location_layer.location_dense),
+        "channels": "previous",
+    }
+    keys = Memory(
+        processed_memory, memory, lengths.long(), score_vector=inner(attention.v).weight[0],
+        score="tanh",
+    )  # fmt: skip
+    state = RecurrentState(h, h, history=CumulativeState(past, past))
+    steps = run_decoder(
+        layers[0], frames, state, inner(attention.query_layer), keys,
+        kind=LocationAwareAttention, terms=terms,
+    )  # fmt: skip
+    above = torch.cat([steps.states, steps.contexts], -1)
+    return steps, run_layer(layers[1], above, RecurrentState(s, s))
+
+
+class Decoder:
+    """h = LSTM([P y; c], h), c = attend(h), s = LSTM([h; c], s), y = W [s; c] + b: torchaudio's."""
+
+    def forward(self, memory, mel_specgram_truth, memory_lengths):
+        frames = self._parse_decoder_inputs(mel_specgram_truth)
+        dropouts = self.attention_dropout, self.decoder_dropout
+        layers = layers_of(self, memory, len(frames), *dropouts)
+        frames = self.prenet(torch.cat([self._get_initial_frame(memory).unsqueeze(0), frames]))
+        steps, above = run_layers(
+            self, layers, memory, self.attention_layer.memory_layer(memory),
+            frames[:-1].transpose(0, 1), memory_lengths,
+        )  # fmt: skip
+        joined = torch.cat([above.states, steps.contexts], -1).transpose(0, 1)
+        outputs = self.linear_projection(joined), self.gate_layer(joined).squeeze(2)
+        return self._parse_decoder_outputs(*outputs, steps.weights.transpose(0, 1))
+
+
 def example(attention, draw):
     """Decode two batches, as the decoder does: it projects the memory and keeps the weights."""
     width = inner(attention.memory_layer).in_features
@@ -42,6 +105,17 @@ def example(attention, draw):
             history = torch.stack([weights, history[:, 1] + weights], 1)
 
 
+def speak(decoder, draw):
+    """Call a decoder by teacher forcing."""
+    for lengths in draw.sources((5, 2, 4), (3, 3)):
+        B, Tk = len(lengths), max(lengths)
+        for T in draw.steps(4, 1, 2):
+            memory = draw(B, Tk, decoder.encoder_embedding_dim)
+            frames = draw(B, decoder.prenet.layers[0].in_features, T)
+            yield decoder(memory, frames, draw.numbers(*lengths))
+
+
+EMPTY = "a source without frames has weights 0 instead of NaN"
 DISTRIBUTIONS = ["torchaudio"]
 ADAPTERS = [
     Adapter(
@@ -55,10 +129,25 @@ ADAPTERS = [
         ],
         example=example,
         known_attributes=["data", "score_mask_value"],
-        note="a source without frames has weights 0 instead of NaN",
+        note=EMPTY,
     )
     for name, cls, linear, conv in (
         ("Tacotron 2's attention", "Attention", ".linear_layer", ".conv"),
         ("torchaudio's Tacotron 2 attention", "torchaudio.models.tacotron2._Attention", "", ""),
     )
+]
+ADAPTERS += [
+    Adapter(
+        name="torchaudio's Tacotron 2 decoder",
+        implementation=Decoder,
+        classes=["torchaudio.models.tacotron2._Decoder"],
+        parameters=[
+            *("prenet.*", "attention_rnn.*", "attention_layer.*", "decoder_rnn.*"),
+            *("linear_projection.*", "gate_layer.*"),
+        ],
+        attention="attention_layer",
+        example=speak,
+        weight_scale=4.0,  # a recurrence makes more of rounding
+        note=f"{EMPTY}; {LOOP}, and training with dropout",
+    ),
 ]
