@@ -132,7 +132,7 @@ def run_decoder(
     query_proj: nn.Module | None,
     memory: Memory,
     scale: float = 1.0,
-    kind: type = LuongAttention,
+    kind: type[nn.Module] = LuongAttention,
     terms: dict[str, Any] | None = None,
     **dropouts: Tensor | None,
 ) -> LayerOutputs:

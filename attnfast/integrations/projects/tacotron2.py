@@ -8,6 +8,7 @@ from attnfast.integrations.fused_decoders import LOOP, fusion_skip_reason, run_d
 from attnfast.integrations.helpers import attend
 from attnfast.nn._fused_rnn import NAMES, Layer, RecurrentState, run_layer
 from attnfast.nn.stateful import CumulativeState, LocationAwareAttention
+from attnfast.ops.arguments import length_mask
 
 
 class LocationSensitive:
@@ -49,9 +50,10 @@ def layers_of(self, memory, T, *dropouts):
 
 
 def run_layers(self, layers, memory, processed_memory, frames, lengths):
-    """Return the steps of the layer that attends, and of the one that reads its states.
+    """Return the steps of the layer that attends, those of the one that reads them, and outputs.
 
     The second changes nothing that the first reads: it runs on all steps of the first at once.
+    Outputs are frames, gates and weights, time first.
     """
     attention, past = self.attention_layer, memory.new_zeros(memory.shape[:2])
     h, s = (memory.new_zeros(len(memory), x.weight_hh.shape[1]) for x in layers)
@@ -70,7 +72,10 @@ def run_layers(self, layers, memory, processed_memory, frames, lengths):
         kind=LocationAwareAttention, terms=terms,
     )  # fmt: skip
     above = torch.cat([steps.states, steps.contexts], -1)
-    return steps, run_layer(layers[1], above, RecurrentState(s, s))
+    above = run_layer(layers[1], above, RecurrentState(s, s))
+    joined = torch.cat([above.states, steps.contexts], -1).transpose(0, 1)
+    gates = self.gate_layer(joined).squeeze(2)
+    return steps, above, (self.linear_projection(joined), gates, steps.weights.transpose(0, 1))
 
 
 class Decoder:
@@ -81,13 +86,30 @@ class Decoder:
         dropouts = self.attention_dropout, self.decoder_dropout
         layers = layers_of(self, memory, len(frames), *dropouts)
         frames = self.prenet(torch.cat([self._get_initial_frame(memory).unsqueeze(0), frames]))
-        steps, above = run_layers(
-            self, layers, memory, self.attention_layer.memory_layer(memory),
-            frames[:-1].transpose(0, 1), memory_lengths,
+        key, frames = self.attention_layer.memory_layer(memory), frames[:-1].transpose(0, 1)
+        *_, outputs = run_layers(self, layers, memory, key, frames, memory_lengths)
+        return self._parse_decoder_outputs(*outputs)
+
+
+class NvidiaDecoder:
+    """The same in NVIDIA's code, which keeps the last step's states."""
+
+    def forward(self, memory, decoder_inputs, memory_lengths):
+        frames = self.parse_decoder_inputs(decoder_inputs)
+        dropouts = self.p_attention_dropout, self.p_decoder_dropout
+        layers = layers_of(self, memory, len(frames), *dropouts)
+        frames = self.prenet(torch.cat([self.get_go_frame(memory).unsqueeze(0), frames]))
+        mask = ~length_mask(memory_lengths, memory.shape[1])
+        self.initialize_decoder_states(memory, mask=mask)
+        key, frames = self.processed_memory, frames[:-1].transpose(0, 1)
+        steps, above, outputs = run_layers(self, layers, memory, key, frames, memory_lengths)
+        self.attention_hidden, self.attention_cell = steps.states[:, -1], steps.cells[:, -1]
+        self.decoder_hidden, self.decoder_cell = above.states[:, -1], above.cells[:, -1]
+        self.attention_weights, self.attention_weights_cum = (
+            steps.weights[:, -1], steps.history.coverage
         )  # fmt: skip
-        joined = torch.cat([above.states, steps.contexts], -1).transpose(0, 1)
-        outputs = self.linear_projection(joined), self.gate_layer(joined).squeeze(2)
-        return self._parse_decoder_outputs(*outputs, steps.weights.transpose(0, 1))
+        self.attention_context = steps.contexts[:, -1]
+        return self.parse_decoder_outputs(*[list(x.unbind(0)) for x in outputs])
 
 
 def example(attention, draw):
@@ -111,10 +133,15 @@ def speak(decoder, draw):
         B, Tk = len(lengths), max(lengths)
         for T in draw.steps(4, 1, 2):
             memory = draw(B, Tk, decoder.encoder_embedding_dim)
-            frames = draw(B, decoder.prenet.layers[0].in_features, T)
+            frames = draw(B, inner(decoder.prenet.layers[0]).in_features, T)
             yield decoder(memory, frames, draw.numbers(*lengths))
 
 
+#: What NVIDIA's decoder keeps from step to step; every target begins with zeros.
+STATE = [
+    "attention_hidden", "attention_cell", "decoder_hidden", "decoder_cell", "attention_weights",
+    "attention_weights_cum", "attention_context", "memory", "mask",
+]  # fmt: skip
 EMPTY = "a source without frames has weights 0 instead of NaN"
 DISTRIBUTIONS = ["torchaudio"]
 ADAPTERS = [
@@ -138,16 +165,21 @@ ADAPTERS = [
 ]
 ADAPTERS += [
     Adapter(
-        name="torchaudio's Tacotron 2 decoder",
-        implementation=Decoder,
-        classes=["torchaudio.models.tacotron2._Decoder"],
+        name=name,
+        implementation=implementation,
+        classes=[cls],
         parameters=[
             *("prenet.*", "attention_rnn.*", "attention_layer.*", "decoder_rnn.*"),
             *("linear_projection.*", "gate_layer.*"),
         ],
+        known_attributes=["data", "score_mask_value", *STATE],
         attention="attention_layer",
         example=speak,
         weight_scale=4.0,  # a recurrence makes more of rounding
         note=f"{EMPTY}; {LOOP}, and training with dropout",
-    ),
+    )
+    for name, implementation, cls in (
+        ("Tacotron 2's decoder", NvidiaDecoder, "Decoder"),
+        ("torchaudio's Tacotron 2 decoder", Decoder, "torchaudio.models.tacotron2._Decoder"),
+    )
 ]
