@@ -225,7 +225,7 @@ def vendored(module):
     cls = type(module)
     own = sys.modules[cls.__module__]
     copied = types.ModuleType(f"vendored_{own.__name__.replace('.', '_')}")
-    copied.__package__ = own.__package__  # for relative imports
+    copied.__package__, copied.__file__ = own.__package__, own.__file__  # for relative imports
     sys.modules[copied.__name__] = copied
     source = Path(own.__file__).read_text()
     exec(compile(source, own.__file__, "exec"), vars(copied))

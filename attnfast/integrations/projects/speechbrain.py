@@ -193,6 +193,7 @@ ADAPTERS += [
         implementation=Decoder,
         classes=["speechbrain.nnet.RNN.AttentionalRNNDecoder"],
         parameters=["proj.*", "attn.*", "rnn.*"],
+        known_attributes=["attn_dim"],  # of the zeros that it feeds first
         attention="attn",
         example=decode,
         weight_scale=4.0,  # a recurrence makes more of rounding
