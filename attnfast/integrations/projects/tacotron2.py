@@ -60,7 +60,7 @@ def run_layers(self, layers, memory, processed_memory, frames, lengths):
     terms = {
         "location_conv": inner(attention.location_layer.location_conv, "conv"),
         "location_proj": inner(attention.location_layer.location_dense),
-        "channels": "previous",
+        "channels": "both",
     }
     keys = Memory(
         processed_memory, memory, lengths.long(), score_vector=inner(attention.v).weight[0],
