@@ -92,7 +92,7 @@ class Decoder:
 
 
 class NvidiaDecoder:
-    """The same in NVIDIA's code, which keeps the last step's states."""
+    """NVIDIA's decoder has the same layers, and keeps the last step's states."""
 
     def forward(self, memory, decoder_inputs, memory_lengths):
         frames = self.parse_decoder_inputs(decoder_inputs)
