@@ -191,8 +191,49 @@ def onmt_target(m, source, states):
     return m(words(states).unsqueeze(2), source)[0]
 
 
+def speechbrain_decoder(rnn, kind):
+    return lambda D: common.real("speechbrain.nnet.RNN", *TOOLS).AttentionalRNNDecoder(
+        rnn, kind, D, D, 1, enc_dim=D, input_size=D
+    )
+
+
+def speechbrain_target(m, source, states):
+    return m(states, source, torch.ones(len(source)))[0]
+
+
+def espnet_decoder(atype, layers=1):
+    def make(D):
+        decoder = common.real("espnet2.asr.decoder.rnn_decoder").RNNDecoder
+        return decoder(WORDS, D, "lstm", layers, D, att_conf={"atype": atype, "adim": D})
+
+    return make
+
+
+def espnet_target(m, source, states):
+    lengths = (torch.full((len(source),), x.shape[1]) for x in (source, states))
+    return m(source, next(lengths), words(states), next(lengths))[0]
+
+
+def torchaudio_decoder(D):
+    return common.alone("torchaudio.models.tacotron2")._Decoder(
+        n_mels=80, n_frames_per_step=1, encoder_embedding_dim=D, decoder_rnn_dim=D,
+        decoder_max_step=1, decoder_dropout=0.0, decoder_early_stopping=True, attention_rnn_dim=D,
+        attention_hidden_dim=128, attention_location_n_filter=32,
+        attention_location_kernel_size=31, attention_dropout=0.0, prenet_dim=256,
+        gate_threshold=0.5,
+    )  # fmt: skip
+
+
+def torchaudio_target(m, source, states):
+    frames = states[..., :80].transpose(1, 2)
+    torch.manual_seed(0)  # of the prenet's dropout
+    mel, gate, _ = m(source, frames, torch.full((len(source),), source.shape[1]))
+    return torch.cat([mel, gate.unsqueeze(1)], 1)
+
+
 SPEECH, TEXT = (32, 100, 400, 512), (32, 100, 100, 512)
 TARGET, SHORT = (32, 50, 50, 512), (32, 20, 20, 256)  # of whole decoders
+HEARD, SPOKEN = (16, 50, 200, 512), (16, 200, 100, 512)
 CASES = {
     "OpenNMT mlp": Case(TEXT, onmt("mlp"), lambda m, h, q: m(q, h)[0], True, onmt_parts),
     "OpenNMT mlp, long": Case(
@@ -248,6 +289,19 @@ CASES = {
     ),
     "OpenNMT input feeding": Case(TARGET, onmt_decoder, onmt_target, True),
     "OpenNMT input feeding, short": Case(SHORT, onmt_decoder, onmt_target, True),
+    "SpeechBrain decoder, content": Case(
+        HEARD, speechbrain_decoder("gru", "content"), speechbrain_target, True
+    ),
+    "SpeechBrain decoder, key-value": Case(
+        HEARD, speechbrain_decoder("gru", "keyvalue"), speechbrain_target, True
+    ),
+    "ESPnet decoder, AttAdd": Case(HEARD, espnet_decoder("add"), espnet_target, True),
+    "ESPnet decoder, AttAdd, 2 layers": Case(
+        HEARD, espnet_decoder("add", 2), espnet_target, True
+    ),
+    "ESPnet decoder, AttLoc": Case(HEARD, espnet_decoder("location"), espnet_target, True),
+    "ESPnet decoder, AttCov": Case(HEARD, espnet_decoder("coverage"), espnet_target, True),
+    "Tacotron 2 decoder": Case(SPOKEN, torchaudio_decoder, torchaudio_target, True),
 }  # fmt: skip
 
 

@@ -18,6 +18,8 @@ from attnfast.nn._fused_rnn import (
 )
 from attnfast.nn._linear import is_plain
 from attnfast.nn.attention import LuongAttention
+from attnfast.ops.backends import try_select_backend
+from attnfast.ops.recurrent import RECURRENT
 
 __all__ = [
     "LOOP",
@@ -30,6 +32,11 @@ __all__ = [
 ]
 
 LOOP = "its own code runs single steps"
+#: The parts of decoders whose parameters may be used without calling them.
+PARTS = (
+    nn.Linear, nn.Dropout, nn.Conv1d, nn.Conv2d, nn.RNNCell, nn.GRUCell, nn.LSTMCell, nn.Softmax,
+    nn.ModuleList,
+)  # fmt: skip
 
 
 def gru_skip_reason(rnn: nn.Module) -> str | None:
@@ -47,6 +54,7 @@ def fusion_skip_reason(
     *parts: Any,
     feed: Sequence[Any] = (),
     drops: bool = False,
+    remembers: bool = False,
 ) -> str | None:
     """Return why no operator can replace a decoder's loop over ``steps`` steps, or None.
 
@@ -55,10 +63,11 @@ def fusion_skip_reason(
         source: the encoder states, ``[B, Tk, D]``.
         states: the states before the first step, ``[L, B, H]``.
         attention: the decoder's attention, which must have no hooks because it is not called.
-        parts: linear layers, whose parameters are used without calling them, and dropouts, which
-            must be inactive.
+        parts: modules whose parameters are used without calling them, and dropouts, which must be
+            inactive.
         feed: the vector fed to the first step, ``[1, B, F]``, if any.
         drops: whether the operator must apply dropout.
+        remembers: whether the attention has a history.
     """
     like, inputs = layer.weight_ih, [source, *states, *feed]
     layers = 1 if layer.weight_ih_upper is None else 1 + len(layer.weight_ih_upper)
@@ -72,12 +81,18 @@ def fusion_skip_reason(
         return "its fed vectors are not those of its source"
     if not is_plain(attention, type(attention)):
         return "its attention has hooks or a forward of its own"
-    if not all(is_plain(x, nn.Linear, nn.Dropout) for x in parts):
-        return "an inner layer has hooks, or is no plain nn.Linear or nn.Dropout"
-    if any(isinstance(x, nn.Dropout) and x.training and x.p > 0 for x in parts):
+    inner = [x for part in parts for x in part.modules()]
+    if not all(is_plain(x, *((type(x),) if x._modules else PARTS)) for x in inner):
+        return "an inner layer has hooks, or is no plain layer of torch.nn"
+    if any(isinstance(x, nn.Dropout) and x.training and x.p > 0 for x in inner):
         return "its own code drops attention weights"
     if any(x.dtype != like.dtype or x.device != like.device for x in inputs):
         return "its parameters and inputs differ in dtype or device"
+    if (
+        remembers
+        and try_select_backend(None, like.device, like.dtype, RECURRENT.name, True) is None
+    ):
+        return "no backend runs a whole target of attention with a history"
     return select_layer_backend(None, None, like, stack=drops or layers > 1)[1] or None
 
 
@@ -93,22 +108,21 @@ def last_states(steps: Tensor) -> Tensor:
     return last if last.dim() == 3 else last.unsqueeze(0)
 
 
-def masks_of(
-    steps: int, like: Tensor, dropouts: Sequence[tuple[nn.Dropout, int]]
-) -> list[Tensor | None]:
+def masks_of(steps: int, like: Tensor, dropouts: Sequence[tuple[Any, ...]]) -> list[Tensor | None]:
     """Draw the masks of dropouts on tensors ``[B, F]``; each dropout has its number per step.
 
-    Masks are drawn in the order of a loop over the steps, so that random numbers are the same.
+    A dropout on other features than those of ``like`` has their number, too. Masks are drawn in the
+    order of a loop over the steps, so that random numbers are the same.
 
     Returns:
         ``[n, B, T, F]`` for each dropout, None if it is inactive.
     """
     masks: list[list[Tensor]] = [[] for _ in dropouts]
     for _ in range(steps):
-        for (dropout, times), drawn in zip(dropouts, masks):
-            keep = 1 - dropout.p
+        for (dropout, times, *features), drawn in zip(dropouts, masks):
+            keep, size = 1 - dropout.p, (len(like), *(features or like.shape[1:]))
             for _ in range(times if dropout.training and keep < 1 else 0):
-                drawn.append(torch.empty_like(like).bernoulli_(keep).div_(keep or 1))
+                drawn.append(like.new_empty(size).bernoulli_(keep).div_(keep or 1))
     return [torch.stack(x).unflatten(0, (steps, -1)).movedim(0, 2) if x else None for x in masks]
 
 
@@ -118,10 +132,24 @@ def run_decoder(
     state: RecurrentState,
     query_proj: nn.Module | None,
     memory: Memory,
+    scale: float = 1.0,
+    kind: type[nn.Module] = LuongAttention,
+    terms: dict[str, Any] | None = None,
     **dropouts: Tensor | None,
 ) -> LayerOutputs:
-    """Run the layer over ``input [B, T, E]``; the memory determines the score."""
-    attention = LuongAttention(1, 1, "dot")  # without parameters
-    if query_proj is not None:
-        attention.query_proj = query_proj
+    """Run the layer over ``input [B, T, E]``; the memory determines the score.
+
+    Args:
+        layer, input, state, memory, dropouts: as in :func:`attnfast.nn._fused_rnn.run_layer`.
+        query_proj: the projection of the query, None for the identity.
+        scale: multiplies the score.
+        kind: the class of the attention, one with a history if the score has one.
+        terms: the attributes from which such a class takes the terms of the score.
+    """
+    attention: Any = kind.__new__(kind)  # all its parameters are given: none are drawn at random
+    nn.Module.__init__(attention)
+    of_query = nn.Identity() if query_proj is None else query_proj
+    given = {"query_proj": of_query, "scale": 1.0, "temperature": 1 / scale}
+    for name, value in {**given, "normalisation": "softmax", **(terms or {})}.items():
+        setattr(attention, name, value)
     return run_layer(layer, input, state, attention, memory, need_weights=True, **dropouts)

@@ -19,6 +19,7 @@ import torch
 
 import attnfast
 from attnfast.decoding.deferred import DeferredKeyGradients
+from attnfast.integrations import fused_decoders
 from attnfast.integrations.adapter import ProbeInputs
 from attnfast.integrations.probe import run as outcome
 from attnfast.integrations.probe import state_of, tensors
@@ -156,6 +157,34 @@ def preparations(module, run):
     return apply.call_count
 
 
+def operators(decoder, use):
+    """Return how often ``use`` runs a whole target in one operator."""
+    with mock.patch.object(fused_decoders, "run_layer", wraps=fused_decoders.run_layer) as run:
+        list(use(decoder, ProbeInputs(torch.float32, torch.device("cpu"))))
+    return run.call_count
+
+
+def same_after_training(plain, use, steps=3):
+    """Compare the losses of several steps of training, and parameters after them."""
+    outcomes = []
+    served = copy.deepcopy(plain)
+    assert attnfast.replace(served).replaced[0].module is served
+    for model in (plain, served):
+        optimiser, losses = torch.optim.SGD(model.parameters(), 1e-2, 0.9), []
+        for seed in range(steps):
+            draw = ProbeInputs(torch.float32, torch.device("cpu"), seed=seed)
+            torch.manual_seed(seed)
+            results = [x for x in tensors(use(model, draw)) if x.requires_grad]
+            loss = sum(x.square().sum() for x in results)
+            optimiser.zero_grad()
+            loss.backward()
+            optimiser.step()
+            losses.append(loss.detach())
+        outcomes.append([*losses, *model.parameters()])
+    for a, b in zip(*outcomes, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+
+
 def same_training_step(plain, served, run):
     """Compare results of ``run(model)`` and all gradients of one step of training."""
     outcomes = []
@@ -183,8 +212,10 @@ __all__ = [
     "alone",
     "compare",
     "greedy_tokens",
+    "operators",
     "preparations",
     "real",
+    "same_after_training",
     "same_training_step",
 ]
 
@@ -194,7 +225,7 @@ def vendored(module):
     cls = type(module)
     own = sys.modules[cls.__module__]
     copied = types.ModuleType(f"vendored_{own.__name__.replace('.', '_')}")
-    copied.__package__ = own.__package__  # for relative imports
+    copied.__package__, copied.__file__ = own.__package__, own.__file__  # for relative imports
     sys.modules[copied.__name__] = copied
     source = Path(own.__file__).read_text()
     exec(compile(source, own.__file__, "exec"), vars(copied))

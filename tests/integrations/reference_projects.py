@@ -36,9 +36,9 @@ class Plain(nn.Module):
 class LinearNorm(nn.Module):
     """A linear layer within a module, as in NVIDIA's Tacotron 2."""
 
-    def __init__(self, inputs, outputs):
+    def __init__(self, inputs, outputs, bias=False):
         super().__init__()
-        self.linear_layer = nn.Linear(inputs, outputs, bias=False)
+        self.linear_layer = nn.Linear(inputs, outputs, bias=bias)
 
     def forward(self, x):
         return self.linear_layer(x)
@@ -109,6 +109,97 @@ class MellotronAttention(Tacotron2Attention):
 
 for cls in (Tacotron2Attention, MellotronAttention):
     cls.__qualname__ = cls.__name__ = "Attention"
+
+
+class Prenet(nn.Module):
+    """Two rectified layers whose outputs are always dropped."""
+
+    def __init__(self, inputs, features):
+        super().__init__()
+        self.layers = nn.ModuleList(LinearNorm(n, features) for n in (inputs, features))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = F.dropout(F.relu(layer(x)), 0.5, True)
+        return x
+
+
+class Tacotron2Decoder(nn.Module):
+    """NVIDIA's Tacotron 2 (model.py): two LSTM cells, the first of which attends last."""
+
+    def __init__(self, mels, memory, states, features, attention, dropout=0.1):
+        super().__init__()
+        self.n_mel_channels, self.n_frames_per_step = mels, 1
+        self.encoder_embedding_dim = memory
+        self.attention_rnn_dim, self.decoder_rnn_dim = states
+        self.p_attention_dropout = self.p_decoder_dropout = dropout
+        self.prenet = Prenet(mels, features)
+        self.attention_rnn = nn.LSTMCell(features + memory, states[0])
+        self.attention_layer = attention
+        self.decoder_rnn = nn.LSTMCell(states[0] + memory, states[1])
+        self.linear_projection = LinearNorm(states[1] + memory, mels, bias=True)
+        self.gate_layer = LinearNorm(states[1] + memory, 1, bias=True)
+
+    def get_go_frame(self, memory):
+        return memory.data.new_zeros(len(memory), self.n_mel_channels * self.n_frames_per_step)
+
+    def initialize_decoder_states(self, memory, mask):
+        B, Tk, zeros = *memory.shape[:2], memory.data.new_zeros
+        self.attention_hidden = zeros(B, self.attention_rnn_dim)
+        self.attention_cell = zeros(B, self.attention_rnn_dim)
+        self.decoder_hidden = zeros(B, self.decoder_rnn_dim)
+        self.decoder_cell = zeros(B, self.decoder_rnn_dim)
+        self.attention_weights, self.attention_weights_cum = zeros(B, Tk), zeros(B, Tk)
+        self.attention_context = zeros(B, self.encoder_embedding_dim)
+        self.memory, self.mask = memory, mask
+        self.processed_memory = self.attention_layer.memory_layer(memory)
+
+    def parse_decoder_inputs(self, decoder_inputs):
+        frames = decoder_inputs.transpose(1, 2)
+        steps = frames.shape[1] // self.n_frames_per_step
+        return frames.reshape(len(frames), steps, -1).transpose(0, 1)
+
+    def parse_decoder_outputs(self, mel_outputs, gate_outputs, alignments):
+        mels, gates, weights = (
+            torch.stack(x, 1) for x in (mel_outputs, gate_outputs, alignments)
+        )  # fmt: skip
+        return mels.reshape(len(mels), -1, self.n_mel_channels).transpose(1, 2), gates, weights
+
+    def decode(self, decoder_input):
+        self.attention_hidden, self.attention_cell = self.attention_rnn(
+            torch.cat([decoder_input, self.attention_context], -1),
+            (self.attention_hidden, self.attention_cell),
+        )
+        self.attention_hidden = F.dropout(
+            self.attention_hidden, self.p_attention_dropout, self.training
+        )
+        self.attention_context, self.attention_weights = self.attention_layer(
+            self.attention_hidden, self.memory, self.processed_memory,
+            torch.stack([self.attention_weights, self.attention_weights_cum], 1), self.mask,
+        )  # fmt: skip
+        self.attention_weights_cum += self.attention_weights
+        self.decoder_hidden, self.decoder_cell = self.decoder_rnn(
+            torch.cat([self.attention_hidden, self.attention_context], -1),
+            (self.decoder_hidden, self.decoder_cell),
+        )
+        self.decoder_hidden = F.dropout(self.decoder_hidden, self.p_decoder_dropout, self.training)
+        joined = torch.cat([self.decoder_hidden, self.attention_context], 1)
+        return self.linear_projection(joined), self.gate_layer(joined), self.attention_weights
+
+    def forward(self, memory, decoder_inputs, memory_lengths):
+        frames = self.parse_decoder_inputs(decoder_inputs)
+        frames = self.prenet(torch.cat([self.get_go_frame(memory).unsqueeze(0), frames]))
+        padding = torch.arange(int(memory_lengths.max())) >= memory_lengths.unsqueeze(1)
+        self.initialize_decoder_states(memory, mask=padding)
+        results = [], [], []
+        for frame in frames[:-1]:
+            mels, gates, weights = self.decode(frame)
+            for kept, x in zip(results, (mels.squeeze(1), gates.squeeze(1), weights)):
+                kept.append(x)
+        return self.parse_decoder_outputs(*results)
+
+
+Tacotron2Decoder.__qualname__ = Tacotron2Decoder.__name__ = "Decoder"
 
 
 config = SimpleNamespace(is_coverage=True, hidden_dim=3)  # pointer_summarizer's, of everything

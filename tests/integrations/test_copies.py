@@ -33,13 +33,23 @@ def eole(name):
     return attention, test_onmt.use_masks, (torch.float32,)
 
 
+def espnet_decoder(name):
+    return test_espnet.decoder(name), test_espnet.read, test_espnet.WHOLE[name]
+
+
+def speechbrain_decoder(name):
+    dtypes = test_speechbrain.KINDS[name][2]
+    return test_speechbrain.decoder("lstm", name), test_speechbrain.read, dtypes
+
+
 @pytest.mark.parametrize(
     ("make", "name"),
     [
         (espnet, "AttDot"), (espnet, "AttLoc"), (espnet, "AttCovLoc"), (espnet, "AttForwardTA"),
         (espnet, "AttMultiHeadLoc"), (speechbrain, "content"), (speechbrain, "location"),
         (joeynmt, "bahdanau"), (joeynmt, "luong"), (onmt, "general"), (onmt, "mlp"),
-        (eole, "mlp"),
+        (eole, "mlp"), (espnet_decoder, "AttLoc"), (espnet_decoder, "AttCov"),
+        (speechbrain_decoder, "content"), (speechbrain_decoder, "location"),
     ],
     ids=lambda x: getattr(x, "__name__", x),
 )  # fmt: skip

@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 from integrations import reference_projects
-from integrations.common import compare, real
+from integrations.common import compare, operators, real
 from integrations.reference_projects import (
     MAX_LENGTH,
     AttnDecoderRNN,
@@ -110,13 +110,6 @@ def served(plain, left=""):
     [found] = [x for x in report.found if x.path == ""]
     assert left in found.skip_reason and bool(found.skip_reason) == bool(left), report
     return decoder
-
-
-def operators(decoder, use):
-    """Return how often ``use`` runs a whole target in one operator."""
-    with mock.patch.object(fused_decoders, "run_layer", wraps=fused_decoders.run_layer) as run:
-        list(use(decoder, ProbeInputs(torch.float32, torch.device("cpu"))))
-    return run.call_count
 
 
 # ---- the same results ----------------------------------------------------------------------------

@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import copy
+import random
 
 import pytest
 import torch
-from integrations.common import ProbeInputs, compare, preparations, real, same_training_step
+from integrations.common import (
+    ProbeInputs,
+    compare,
+    operators,
+    preparations,
+    real,
+    same_after_training,
+    same_training_step,
+)
 
 import attnfast
 from attnfast.integrations.probe import tensors
@@ -186,6 +195,10 @@ def test_parameters_that_change_between_two_steps(name):
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
 
 
+#: Attention of whole decoders, and the types in which their own code runs.
+WHOLE = {name: KINDS[name][1] for name in ("AttAdd", "AttLoc", "AttCov", "AttCovLoc")}
+
+
 class Model(torch.nn.Module):
     """ESPnet's recurrent decoder on an encoder of its own."""
 
@@ -215,7 +228,8 @@ def test_whole_decoders(name):
     plain = Model(name)
     served = copy.deepcopy(plain)
     report = attnfast.replace(served)
-    assert [x.path for x in report.replaced] == ["decoder.att_list.0"]
+    whole = ["decoder"] if name in WHOLE else []
+    assert [x.path for x in report.replaced] == [*whole, "decoder.att_list.0"]
     source, lengths = torch.randn(3, 7, 4), torch.tensor([7, 2, 5])
     words, ends = torch.tensor([[4, 3, 2, 7], [1, 2, 0, 0], [5, 6, 8, 0]]), torch.tensor([4, 2, 3])
     for beam in (1, 3):
@@ -243,3 +257,90 @@ def test_the_decoder_of_tacotron_2(name):
             with torch.no_grad():
                 spoken.append(m.inference(source[0], maxlenratio=1.5, **options))
         torch.testing.assert_close(*spoken, rtol=1e-4, atol=1e-5)
+
+
+# ---- all steps of a target in one operator -------------------------------------------------------
+
+
+def decoder(name="AttLoc", rnn="lstm", layers=1, residual=False, dropout=0.0, **more):
+    whole = decoders.RNNDecoder(
+        11, 6, rnn, layers, 5, context_residual=residual, dropout=dropout, **more
+    )
+    whole.att_list[0] = make(name)
+    return whole
+
+
+def read(module, draw):
+    for lengths in ((7, 1, 4), (3, 3)):
+        B, source = len(lengths), draw(len(lengths), max(lengths), 6)
+        for T in (5, 1, 2):
+            ends = draw.numbers(*(T - i % T for i in range(B)))
+            yield module(source, draw.numbers(*lengths), draw.words(11, B, T), ends)
+
+
+SHAPES = [("lstm", 1, False), ("gru", 1, True), ("lstm", 3, True), ("gru", 2, False)]
+
+
+@pytest.mark.parametrize(("rnn", "layers", "residual"), SHAPES)
+@pytest.mark.parametrize("name", WHOLE)
+def test_decoder(name, rnn, layers, residual):
+    plain = decoder(name, rnn, layers, residual)
+    compare(plain, read, WHOLE[name])
+    attnfast.replace(plain)
+    assert operators(plain, read) == 4, "all targets but those of one word"
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_decoder_trains(name):
+    same_after_training(decoder(name, layers=2), read)
+
+
+def test_decoder_with_dropout():
+    """Its own code trains, with the same random numbers."""
+    plain = decoder("AttAdd", layers=2, dropout=0.3)
+    compare(plain, read)
+    attnfast.replace(plain)
+    assert operators(plain.train(), read) == 0 and operators(plain.eval(), read) == 4
+
+
+def test_random_numbers_of_its_loop():
+    """Python's generator moves on as in its own loop, which asks whether to sample a word."""
+    plain, states = decoder(), []
+    served = copy.deepcopy(plain)
+    attnfast.replace(served)
+    for module in (plain, served):
+        random.seed(0)
+        assert operators(module, read) == (0 if module is plain else 4)
+        states.append(random.getstate())
+    assert states[0] == states[1]
+
+
+def test_decoders_that_are_left_alone():
+    several = [
+        (decoder("AttDot"), "no operator runs whole targets of AttDot"),
+        (decoder("AttMultiHeadAdd"), "no operator runs whole targets of AttMultiHeadAdd"),
+        (decoder(sampling_probability=0.5), "it samples words of its input"),
+        (decoder(att_conf={"num_att": 2}), "it has several encoders or attention modules"),
+    ]
+    for module, why in several:
+        report = attnfast.replace(module)
+        [found] = [x for x in report.found if x.path == ""]
+        assert why in found.skip_reason, report
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_words_that_are_sampled_later():
+    served = decoder()
+    attnfast.replace(served)
+    served.sampling_probability = 0.5
+    assert operators(served, read) == 0
+
+
+@pytest.mark.parametrize(
+    "name", ["decoder.0", "dropout_dec.0", "att_list.0", "att_list.0.mlp_dec", "att_list.0.gvec"]
+)
+def test_hooks_in_a_decoder(name):
+    served, calls = decoder(), []
+    attnfast.replace(served)
+    served.get_submodule(name).register_forward_hook(lambda *_: calls.append(1))
+    assert operators(served, read) == 0 and calls

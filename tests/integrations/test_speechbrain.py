@@ -6,7 +6,14 @@ import copy
 
 import pytest
 import torch
-from integrations.common import compare, preparations, real, same_training_step
+from integrations.common import (
+    compare,
+    operators,
+    preparations,
+    real,
+    same_after_training,
+    same_training_step,
+)
 
 import attnfast
 
@@ -93,10 +100,87 @@ def test_whole_decoders(kind, rnn):
     plain = Model(kind, rnn)
     served = copy.deepcopy(plain)
     report = attnfast.replace(served)
-    assert [x.path for x in report.replaced] == ["decoder.attn"]
+    assert [x.path for x in report.replaced] == ["decoder", "decoder.attn"]
     source, lengths = torch.randn(3, 8, 4), torch.tensor([1.0, 0.3, 0.75])
     words = torch.randint(2, 9, (3, 5))
     for beam in (1, 3):
         same_training_step(plain, served, lambda m: m(source, lengths, words))
         found = [m.search(source, lengths, beam) for m in (plain, served)]
         assert found[0] == found[1] and any(found[0])
+
+
+# ---- all steps of a target in one operator -------------------------------------------------------
+
+
+def decoder(rnn="gru", kind="content", layers=1, dropout=0.0, nonlinearity="tanh", **more):
+    torch.manual_seed(0)
+    return RNN.AttentionalRNNDecoder(
+        rnn, kind, 5, 4, layers, enc_dim=6, input_size=3, nonlinearity=nonlinearity, channels=3,
+        kernel_size=2, scaling=1.3, dropout=dropout, **more,
+    )  # fmt: skip
+
+
+def read(module, draw):
+    """Targets of several lengths for sources of relative lengths, which need not be whole."""
+    for lengths in ((7, 1, 4), (3, 3)):
+        B, Tk = len(lengths), max(lengths)
+        ends = draw.numbers(*lengths).to(draw.dtype) / Tk
+        for shift in (0, 0.04):
+            for T in (5, 1, 2):
+                yield module(draw(B, T, 3), draw(B, Tk, 6), ends - shift)
+
+
+def read_without_gradients(module, draw):
+    with torch.no_grad():
+        return list(read(module, draw))
+
+
+CELLS = [("gru", 1), ("lstm", 1), ("rnn", 1), ("gru", 3), ("lstm", 2), ("rnn", 2)]
+
+
+@pytest.mark.parametrize(("rnn", "layers"), CELLS)
+@pytest.mark.parametrize("kind", ["content", "keyvalue"])
+def test_decoder(kind, rnn, layers):
+    plain = decoder(rnn, kind, layers)
+    compare(plain, read)
+    attnfast.replace(plain)
+    assert operators(plain, read) == 8, "all targets but those of one word"
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_decoder_trains(bias):
+    same_after_training(decoder("lstm", "content", 2, bias=bias), read)
+
+
+@pytest.mark.parametrize(("rnn", "layers"), CELLS)
+def test_decoder_with_location_features(rnn, layers):
+    """Its own code cuts gradients of the weights before, the operator does not."""
+    plain = decoder(rnn, "location", layers)
+    compare(plain, read, (torch.float32,))
+    compare(plain, read_without_gradients, (torch.float32,))
+    attnfast.replace(plain)
+    assert operators(plain, read) == 0 and operators(plain, read_without_gradients) == 8
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_decoder_with_dropout(kind):
+    """Its own code trains, with the same random numbers."""
+    plain = decoder("lstm", kind, 2, dropout=0.3)
+    compare(plain, read, KINDS[kind][2])
+    attnfast.replace(plain)
+    assert operators(plain.train(), read) == 0
+    assert operators(plain.eval(), read_without_gradients) == 8
+
+
+def test_decoders_that_are_left_alone():
+    report = attnfast.replace(decoder("rnn", nonlinearity="relu"))
+    assert "its cells have a relu" in str(report)
+    assert [x.path for x in report.replaced] == ["attn"]
+
+
+@pytest.mark.parametrize("name", ["rnn", "rnn.rnn_cells.0", "drop", "proj", "attn", "attn.mlp_out"])
+def test_hooks_in_a_decoder(name):
+    served, calls = decoder(), []
+    attnfast.replace(served)
+    served.get_submodule(name).register_forward_hook(lambda *_: calls.append(1))
+    assert operators(served, read) == 0 and calls

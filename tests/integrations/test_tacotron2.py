@@ -6,8 +6,19 @@ import copy
 
 import pytest
 import torch
-from integrations.common import alone, compare, preparations, same_training_step
-from integrations.reference_projects import MellotronAttention, Tacotron2Attention
+from integrations.common import (
+    alone,
+    compare,
+    operators,
+    preparations,
+    same_after_training,
+    same_training_step,
+)
+from integrations.reference_projects import (
+    MellotronAttention,
+    Tacotron2Attention,
+    Tacotron2Decoder,
+)
 
 import attnfast
 
@@ -68,14 +79,14 @@ def test_other_convolutions_are_left_alone():
     assert "left alone: results differ" in str(attnfast.replace(attention))
 
 
-def model():
+def model(dropout=0.1):
     torch.manual_seed(0)
     return torchaudio.Tacotron2(
         n_mels=4, n_symbol=9, symbol_embedding_dim=6, encoder_embedding_dim=6,
         encoder_kernel_size=3, encoder_n_convolution=1, decoder_rnn_dim=5, decoder_max_step=12,
         prenet_dim=4, attention_rnn_dim=5, attention_hidden_dim=7, attention_location_n_filter=3,
         attention_location_kernel_size=5, postnet_n_convolution=2, postnet_kernel_size=3,
-        postnet_embedding_dim=4,
+        postnet_embedding_dim=4, attention_dropout=dropout, decoder_dropout=dropout,
     ).double()  # fmt: skip
 
 
@@ -83,7 +94,7 @@ def test_the_whole_model():
     plain = model()
     served = copy.deepcopy(plain)
     report = attnfast.replace(served)
-    assert [x.path for x in report.replaced] == ["decoder.attention_layer"]
+    assert [x.path for x in report.replaced] == ["decoder", "decoder.attention_layer"]
     words, lengths = torch.randint(1, 9, (3, 7)), torch.tensor([7, 4, 2])
     speech, steps = torch.randn(3, 4, 10).double(), torch.tensor([10, 8, 3])
     same_training_step(plain, served, lambda m: m(words, lengths, speech, steps))
@@ -93,3 +104,52 @@ def test_the_whole_model():
         with torch.no_grad():
             results.append(m.infer(words, lengths))
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
+
+
+# ---- all steps of a target in one operator -------------------------------------------------------
+
+
+def nvidia(dropout=0.0):
+    torch.manual_seed(0)
+    return Tacotron2Decoder(4, 6, (5, 3), 4, Tacotron2Attention(5, 6, 7, 3, 5), dropout)
+
+
+def speak(decoder, draw):
+    for lengths in ((6, 1, 4), (3, 5), (7,)):
+        B, Tk = len(lengths), max(lengths)
+        for T in (5, 1, 2):
+            yield decoder(draw(B, Tk, 6), draw(B, 4, T), draw.numbers(*lengths))
+
+
+DECODERS = {"NVIDIA": nvidia, "torchaudio": lambda dropout=0.0: model(dropout).decoder.float()}
+
+
+@pytest.mark.parametrize("project", DECODERS)
+def test_decoder(project):
+    """The prenet drops features with the same random numbers, in evaluation too."""
+    plain = DECODERS[project]()
+    compare(plain, speak)
+    attnfast.replace(plain)
+    assert operators(plain, speak) == 6, "all targets but those of one frame"
+
+
+@pytest.mark.parametrize("project", DECODERS)
+def test_decoder_trains(project):
+    same_after_training(DECODERS[project](), speak)
+
+
+@pytest.mark.parametrize("project", DECODERS)
+def test_decoder_with_dropout(project):
+    """Its own code trains, with the same random numbers."""
+    plain = DECODERS[project](0.3)
+    compare(plain, speak)
+    attnfast.replace(plain)
+    assert operators(plain.train(), speak) == 0 and operators(plain.eval(), speak) == 6
+
+
+@pytest.mark.parametrize("name", ["attention_rnn", "attention_layer.location_layer", "gate_layer"])
+def test_hooks_in_a_decoder(name):
+    served, calls = nvidia(), []
+    attnfast.replace(served)
+    served.get_submodule(name).register_forward_hook(lambda *_: calls.append(1))
+    assert operators(served, speak) == 0 and calls

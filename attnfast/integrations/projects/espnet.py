@@ -1,13 +1,19 @@
-"""ESPnet's attention, all thirteen classes."""
+"""ESPnet's attention, all thirteen classes, and the recurrent decoder that has them."""
 
+import random
 from functools import partial
+from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
 
+from attnfast.decoding import Memory
 from attnfast.integrations.adapter import Adapter, UnsupportedCall
 from attnfast.integrations.cache import TensorSnapshot, cached_per_source
+from attnfast.integrations.fused_decoders import LOOP, fusion_skip_reason, run_decoder
 from attnfast.integrations.helpers import attend, keep_in_graph, multiplied, together
+from attnfast.nn._fused_rnn import NAMES, Layer, RecurrentState, run_layer
+from attnfast.nn.stateful import CoverageAttention, CumulativeState, LocationAwareAttention
 from attnfast.ops.arguments import length_mask
 
 KEYS = ["mlp_enc.weight", "mlp_enc.bias", "mlp_dec.weight"]
@@ -86,12 +92,15 @@ PLACES = [
 ]
 
 
+EMPTY = "a source without frames has weights 0, not NaN"
+
+
 #: What a copy reads of the sizes, and the decorator of its mask.
 KNOWN = ["att_dim", "att_dim_k", "att_dim_v", "_fn"]
 
 
 def adapter(cls, methods, parameters, **more):
-    more = {"example": example, "note": "a source without frames has weights 0, not NaN", **more}
+    more = {"example": example, "note": EMPTY, **more}
     classes = [f"{place}.{cls}" for place in PLACES]
     return Adapter(
         name=f"ESPnet's {cls}", implementation=methods, classes=classes, parameters=parameters,
@@ -354,6 +363,89 @@ ADD = [*DOT, "gvec.*.weight", "gvec.*.bias"]
 LOC = [*ADD, "loc_conv.*.weight", "mlp_att.*.weight"]
 
 
+# ---- the decoder of speech recognition -----------------------------------------------------------
+
+
+def history_of(attention):
+    """Return the history of a kind of attention before the first step, and its terms."""
+    kind = type(attention).__name__
+    if kind == "AttAdd":
+        return None, {}
+    first = uniform(attention)
+    if kind == "AttCov":
+        terms = {"coverage_weight": attention.wvec.weight.view(-1), "penalty": None}
+        return CumulativeState(first, first), {"kind": CoverageAttention, "terms": terms}
+    terms = {
+        "location_conv": SimpleNamespace(weight=attention.loc_conv.weight.squeeze(2)),
+        "location_proj": attention.mlp_att,
+        "channels": "previous" if kind == "AttLoc" else "coverage",
+    }
+    return CumulativeState(first, first), {"kind": LocationAwareAttention, "terms": terms}
+
+
+class Decoder:
+    """c = attend(h¹), h¹ = cell([y; c], h¹); layers above it; W hᴸ + b, or W [hᴸ; c] + b."""
+
+    def forward(self, hs_pad, hlens, ys_in_pad, ys_in_lens, strm_idx=0):
+        attention, (B, T) = self.att_list[0], ys_in_pad.shape
+        layers = [Layer(self.dtype, *[getattr(x, n) for n in NAMES]) for x in self.decoder]
+        parts = [self.decoder, self.dropout_dec, attention]
+        zeros, plain = hs_pad.new_zeros(B, self.dunits), type(attention).__name__ == "AttAdd"
+        if self.sampling_probability > 0:
+            raise UnsupportedCall("it samples words of its input")
+        if any(x.training and x.p > 0 for x in self.dropout_dec):
+            raise UnsupportedCall("its own code drops states that its attention reads")
+        if reason := fusion_skip_reason(
+            layers[0], T, hs_pad, [zeros[None]], attention, *parts, remembers=not plain
+        ):
+            raise UnsupportedCall(reason)
+        attention.reset()
+        begin(attention, hs_pad, list(map(int, hlens)), None)
+        embedded = self.dropout_emb(self.embed(ys_in_pad))
+        for _ in range(T - 1):
+            random.random()  # the random numbers of its own loop
+        history, terms = history_of(attention)
+        key = attention.pre_compute_enc_h
+        key = key + attention.wvec.bias if hasattr(attention, "wvec") else key
+        memory = Memory(
+            key, hs_pad, lengths_of(attention), score_vector=attention.gvec.weight[0], score="tanh"
+        )
+        first = RecurrentState(zeros, zeros if self.dtype == "lstm" else None)
+        steps = run_decoder(
+            layers[0], embedded, first._replace(history=history), attention.mlp_dec, memory, 2.0,
+            **terms,
+        )  # fmt: skip
+        states = steps.states
+        for layer in layers[1:]:  # they do not change what the first attends to
+            states = run_layer(layer, states, first).states
+        if self.context_residual:
+            states = torch.cat([states, steps.contexts], -1)
+        out = self.output(keep_in_graph(states, attention.gvec.bias))
+        seen = length_mask(torch.as_tensor(ys_in_lens), T, out)
+        return out.masked_fill_(~seen.unsqueeze(2), 0), ys_in_lens
+
+
+def decode(decoder, draw):
+    """Call it as recipes do, by teacher forcing."""
+    for lengths in draw.sources((5, 2, 4), (3, 6)):
+        B, Tk = len(lengths), max(lengths)
+        source = draw(B, Tk, decoder.att_list[0].mlp_enc.in_features)
+        for T in draw.steps(4, 1, 2):
+            words = draw.words(decoder.embed.num_embeddings, B, T)
+            ends = draw.numbers(*(T - i % T for i in range(B)))
+            yield decoder(source, draw.numbers(*lengths), words, ends)
+
+
+def why_not_decoded(decoder, kinds):
+    """Say what of a decoder the operator does not know, or None."""
+    if decoder.num_encs > 1 or len(decoder.att_list) > 1:
+        return "it has several encoders or attention modules"
+    if decoder.sampling_probability > 0:
+        return "it samples words of its input"
+    kind = type(decoder.att_list[0]).__name__
+    return None if kind in kinds else f"no operator runs whole targets of {kind}"
+
+
 DISTRIBUTIONS = ["espnet"]
 ADAPTERS = [
     adapter("AttDot", Dot, [*KEYS, "mlp_dec.bias"]),
@@ -375,4 +467,23 @@ ADAPTERS = [
     adapter("AttMultiHeadAdd", Heads, ADD),
     adapter("AttMultiHeadLoc", HeadsLocation, LOC, dtype=torch.float32, weight_scale=4),
     adapter("AttMultiHeadMultiResLoc", Resolutions, LOC, dtype=torch.float32, weight_scale=4),
+    *(
+        Adapter(
+            name=f"ESPnet's RNNDecoder{of_kind}",
+            implementation=Decoder,
+            classes=["espnet2.asr.decoder.rnn_decoder.RNNDecoder"],
+            parameters=["embed.weight", "decoder.*", "output.*", "att_list.*"],
+            known_attributes=[*KNOWN, "dlayers", "num_encs", "random", "detach"],
+            attention="att_list.0",
+            example=decode,
+            weight_scale=4.0,  # a recurrence makes more of rounding
+            skip_reason=partial(why_not_decoded, kinds=kinds),
+            note=f"{EMPTY}; {LOOP}, and training with dropout",
+            dtype=dtype,
+        )
+        for of_kind, kinds, dtype in (
+            ("", ("AttAdd", "AttLoc"), torch.float64),
+            (" with coverage", ("AttCov", "AttCovLoc"), torch.float32),
+        )
+    ),
 ]

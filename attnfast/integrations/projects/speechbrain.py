@@ -1,10 +1,21 @@
-"""SpeechBrain's attention: by content, aware of its location, of keys and values."""
+"""SpeechBrain: attention by content, location, keys and values; the decoder that has them."""
+
+from functools import partial
 
 import torch
 
-from attnfast.integrations.adapter import Adapter
+from attnfast.decoding import Memory
+from attnfast.integrations.adapter import Adapter, UnsupportedCall
 from attnfast.integrations.cache import cached_per_source
+from attnfast.integrations.fused_decoders import (
+    LOOP,
+    fusion_skip_reason,
+    run_decoder,
+    state_of,
+)
 from attnfast.integrations.helpers import attend
+from attnfast.nn._fused_rnn import NAMES, Layer
+from attnfast.nn.stateful import CumulativeState, LocationAwareAttention
 
 
 def mask_of(states, lengths):
@@ -13,11 +24,26 @@ def mask_of(states, lengths):
     return (frames < lengths.unsqueeze(1)).to(lengths.dtype).to(states.device)
 
 
+def lengths_of(self):
+    """Return how many states of each source the project's mask leaves."""
+    return cached_per_source(self, "lengths", lambda: (self.mask != 0).flatten(1).sum(1), self.mask)
+
+
 def attended(self, *terms, **more):
-    lengths = cached_per_source(
-        self, "lengths", lambda: (self.mask != 0).flatten(1).sum(1), self.mask
-    )
-    return attend(self, *terms, lengths=lengths, **more)
+    return attend(self, *terms, lengths=lengths_of(self), **more)
+
+
+def begin(self, enc_states, enc_len):
+    """Keep what the project keeps of a source."""
+    if hasattr(self, "key_linear"):
+        if self.keys is None:
+            self.keys, self.values = self.key_linear(enc_states), self.value_linear(enc_states)
+            self.mask = mask_of(enc_states, enc_len).unsqueeze(2)
+    elif self.precomputed_enc_h is None:
+        self.precomputed_enc_h = self.mlp_enc(enc_states)
+        self.mask = mask_of(enc_states, enc_len)
+        if hasattr(self, "conv_loc"):
+            self.prev_attn = self.mask * (1 / enc_len.float()).unsqueeze(1)
 
 
 class Additive:
@@ -25,11 +51,7 @@ class Additive:
 
     def forward(self, enc_states, enc_len, dec_states):
         query, more, located = self.mlp_dec(dec_states), {}, hasattr(self, "conv_loc")
-        if self.precomputed_enc_h is None:
-            self.precomputed_enc_h = self.mlp_enc(enc_states)
-            self.mask = mask_of(enc_states, enc_len)
-            if located:
-                self.prev_attn = self.mask * (1 / enc_len.float()).unsqueeze(1)
+        begin(self, enc_states, enc_len)
         if located:
             query = query + self.mlp_loc.bias
             more = {"filters": self.conv_loc.weight, "projection": self.mlp_loc.weight}
@@ -45,12 +67,65 @@ class KeyValue:
     """e = (V q + c) · (W h + b) / √A; values are projected too."""
 
     def forward(self, enc_states, enc_len, dec_states):
-        if self.keys is None:
-            self.keys, self.values = self.key_linear(enc_states), self.value_linear(enc_states)
-            self.mask = mask_of(enc_states, enc_len).unsqueeze(2)
+        begin(self, enc_states, enc_len)
         query, scale = self.query_linear(dec_states), 1 / float(self.scaling)
         context, weights = attended(self, query, self.keys, self.values, scale=scale)
         return context, weights.unsqueeze(1)
+
+
+CELLS = {"gru": "gru", "lstm": "lstm", "rnn": "tanh"}
+
+
+class Decoder:
+    """h = cell([x; c], h), c = attend(h), y = V [c; h] + d.
+
+    A layer on a context, Σ α (W h + b), is one on the values: the weights α sum to 1.
+    """
+
+    def forward(self, inp_tensor, enc_states, wav_len):
+        attention, (B, T), cells = self.attn, inp_tensor.shape[:2], list(self.rnn.rnn_cells)
+        layer = Layer.stack(
+            CELLS[self.rnn_type], [[getattr(x, n) for n in NAMES] for x in cells],
+            attends_first=False,
+        )  # fmt: skip
+        zeros = enc_states.new_zeros(len(cells), B, self.hidden_size)
+        located, by_key = hasattr(attention, "conv_loc"), hasattr(attention, "key_linear")
+        dropouts = [self.drop, *self.rnn.dropout_layers]
+        parts = [self.proj, self.rnn, self.drop, attention]
+        if located and torch.is_grad_enabled():
+            raise UnsupportedCall("its own code cuts gradients of the weights of the last step")
+        if any(x.training and x.p > 0 for x in dropouts):
+            raise UnsupportedCall("its own code drops inputs and what is fed to them")
+        if reason := fusion_skip_reason(
+            layer, T, enc_states, [zeros], attention, *parts, remembers=located
+        ):
+            raise UnsupportedCall(reason)
+        attention.reset()
+        begin(attention, enc_states, torch.round(enc_states.shape[1] * wav_len).long())
+        state, lengths = state_of(*[zeros] * (1 + (layer.mode == "lstm"))), lengths_of(attention)
+        if by_key:
+            query, scale = attention.query_linear, 1 / float(attention.scaling)
+            memory = Memory(attention.keys, attention.values, lengths)
+        else:
+            query, scale = attention.mlp_dec, attention.scaling
+            key, values = attention.precomputed_enc_h, attention.mlp_out(enc_states)
+            key = key + attention.mlp_loc.bias if located else key
+            vector = attention.mlp_attn.weight[0]
+            memory = Memory(key, values, lengths, score_vector=vector, score="tanh")
+        history = {}
+        if located:
+            history["kind"] = LocationAwareAttention
+            history["terms"] = {
+                "location_conv": attention.conv_loc, "location_proj": attention.mlp_loc,
+                "channels": "previous",
+            }  # fmt: skip
+            first = attention.prev_attn.to(enc_states)
+            state = state._replace(history=CumulativeState(first, first))
+        steps = run_decoder(layer, inp_tensor, state, query, memory, scale, **history)
+        if located:
+            attention.prev_attn = steps.weights[:, -1].detach()
+        weights = steps.weights.unsqueeze(2) if by_key else steps.weights
+        return self.proj(torch.cat([steps.contexts, steps.output], -1)), weights
 
 
 def example(attention, draw):
@@ -66,11 +141,35 @@ def example(attention, draw):
                 attention.prev_attn = attention.prev_attn.flip(0)
 
 
+def decode(decoder, draw):
+    """Call it as recipes do: sources of relative lengths, teacher forcing."""
+    features = decoder.rnn.rnn_cells[0].input_size - decoder.attn_dim
+    source = next(iter(decoder.attn.children())).in_features
+    for lengths in draw.sources((5, 2, 4), (3, 3)):
+        B, Tk = len(lengths), max(lengths)
+        ends = draw.numbers(*lengths).to(draw.dtype) / Tk
+        for T in draw.steps(4, 1, 2):
+            inputs = draw(B, T, features), draw(B, Tk, source), ends
+            yield decoder(*inputs)
+            with torch.no_grad():  # where location features are served, too
+                out = decoder(*inputs)
+            yield out
+
+
+def why_not_decoded(decoder, located):
+    """Say what of a decoder the operator does not know, or None."""
+    if hasattr(decoder.attn, "conv_loc") != located:
+        return f"its attention {'does not know' if located else 'knows'} its location"
+    rectified = getattr(decoder.rnn.rnn_cells[0], "nonlinearity", "tanh") != "tanh"
+    return "its cells have a relu" if rectified else None
+
+
 def names(*layers):
     return [f"{layer}.{name}" for layer in layers for name in ("weight", "bias")]
 
 
 CONTENT = [*names("mlp_enc", "mlp_dec", "mlp_out"), "mlp_attn.weight"]
+NOTE = "an empty source has weights 0, not NaN"
 DISTRIBUTIONS = ["speechbrain"]
 ADAPTERS = [
     Adapter(
@@ -80,11 +179,31 @@ ADAPTERS = [
         parameters=parameters,
         known_attributes=["detach"],  # of the last weights
         example=example,
-        note="an empty source has weights 0, not NaN",
+        note=NOTE,
     )
     for cls, methods, parameters in (
         ("ContentBasedAttention", Additive, CONTENT),
         ("LocationAwareAttention", Additive, [*CONTENT, "conv_loc.weight", *names("mlp_loc")]),
         ("KeyValueAttention", KeyValue, names("key_linear", "query_linear", "value_linear")),
+    )
+]
+ADAPTERS += [
+    Adapter(
+        name=f"SpeechBrain's AttentionalRNNDecoder{of_kind}",
+        implementation=Decoder,
+        classes=["speechbrain.nnet.RNN.AttentionalRNNDecoder"],
+        parameters=["proj.*", "attn.*", "rnn.*"],
+        known_attributes=["attn_dim"],  # of the zeros that it feeds first
+        attention="attn",
+        example=decode,
+        weight_scale=4.0,  # a recurrence makes more of rounding
+        skip_reason=partial(why_not_decoded, located=bool(of_kind)),
+        note=f"{NOTE}; {LOOP}, and training with {left}",
+        dtype=dtype,
+    )
+    for of_kind, left, dtype in (
+        ("", "dropout", torch.float64),
+        # the project's first weights are float32, whatever its parameters are
+        (" with location", "location features", torch.float32),
     )
 ]
