@@ -61,7 +61,8 @@ bool multiplies_narrow();
   X(Optional, key_exponentials, exponentials, given.score) \
   X(Optional, packed, bytes)                               \
   ATTNFAST_LAYER_OPTIONS(X)                                \
-  X(bool, sigmoid, any)
+  X(bool, sigmoid, any)                                    \
+  X(bool, detach_history, any)
 
 #define ATTNFAST_RECURRENT_BACKWARD(X)                                    \
   X(Tensor, grad_states, layered, dtype, {B, T, H})                       \
@@ -86,6 +87,7 @@ bool multiplies_narrow();
   X(Tensor, sigmoid_sum, of_steps, given.sigmoid, 1)                      \
   ATTNFAST_LAYER_OPTIONS(X)                                               \
   X(bool, sigmoid, any)                                                   \
+  X(bool, detach_history, any)                                            \
   X(bool, need_grad_input, any)                                           \
   X(bool, need_grad_parameters, any)                                      \
   X(bool, need_grad_key, any)

@@ -43,10 +43,11 @@ struct RecurrentBackward : Layer {
   // The attention of the first step. Gradients of rows are buffers, except that of the query, which
   // covers all steps. Gradients of a history are sums over all steps.
   CoverageBackward attention;
-  View coverages;      // buffer [B, T, Tk]: the coverage before every step
-  View grad_coverage;  // in, that of the coverage after the last step, or absent
-  View grad_gates;     // buffer [B, T, S H]: the gradients of weight_ih's sums; for a GRU, then of W_hn h
-  View grad_fed;       // buffer [B, T, F], with an output: the gradient of the fed features
+  bool detaches_history;  // no gradient reaches the steps before through the history
+  View coverages;         // buffer [B, T, Tk]: the coverage before every step
+  View grad_coverage;     // in, that of the coverage after the last step, or absent
+  View grad_gates;  // buffer [B, T, S H]: the gradients of weight_ih's sums; for a GRU, then of W_hn h
+  View grad_fed;    // buffer [B, T, F], with an output: the gradient of the fed features
   View grad_input, grad_hidden, grad_cell, grad_feed;  // out, absent if not wanted
   View grad_weight_ih, grad_weight_hh, grad_weight_ih_upper, grad_weight_query, grad_weight_output;
   View grad_bias_ih, grad_bias_hh, grad_bias_query, grad_bias_output;

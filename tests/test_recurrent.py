@@ -58,7 +58,7 @@ MASKS = (
     "dropout of state", "dropout of query", "dropout of feed", "dropout of joined",
     "dropout of output",
 )  # fmt: skip
-#: With "sigmoid" the weights of a history are normalised sigmoids.
+#: With "sigmoid" the weights of a history are normalised sigmoids, with "detached" it is cut.
 #: With "past" attention has a history, and no span; with "unread" no gradient comes for contexts.
 PAST = ("past", "filters", "penalty", "fertility", "transition")
 OF_HISTORY = (
@@ -149,14 +149,14 @@ def _wide_call(case: Case, device: torch.device) -> RecurrentInputs:
         rows = (B, T) if case.seed % 2 else (1, 1)
         args["mask"] = (torch.rand(*rows, Tk, generator=g) > 0.3).to(device)
     if "past" in terms:
-        return RecurrentInputs(**args, **past(case, g, A, device), sigmoid="sigmoid" in terms)
+        return RecurrentInputs(**args, **past(case, g, A, device))
     if "span" in terms:
         first = torch.randint(-2, Tk + 1, (B if case.seed % 2 else 1, T, 1), generator=g)
         args["key_bounds"] = torch.cat([first, first + 4], -1).to(device)
     return RecurrentInputs(**args)
 
 
-def past(case: Case, g: torch.Generator, A: int, device: torch.device) -> dict[str, Tensor]:
+def past(case: Case, g: torch.Generator, A: int, device: torch.device) -> dict[str, Any]:
     """Return what a history adds to the arguments."""
     keys, (K, channels, width) = (case.B, case.Tk), FILTERS[case.seed % 3]
     made = {x: torch.rand(keys, generator=g, dtype=torch.float64) for x in ("coverage", "previous")}
@@ -173,7 +173,9 @@ def past(case: Case, g: torch.Generator, A: int, device: torch.device) -> dict[s
     if "transition" in case.terms:
         chance = torch.rand(case.B, case.T, generator=g, dtype=torch.float64)
         made["transition_prob"] = 0.05 + 0.9 * chance  # its gradient is divided by u or 1 − u
-    return {name: x.to(device, case.dtype).requires_grad_() for name, x in made.items()}
+    tensors = {name: x.to(device, case.dtype).requires_grad_() for name, x in made.items()}
+    options = {"sigmoid": "sigmoid", "detach_history": "detached"}
+    return tensors | {name: term in case.terms for name, term in options.items()}
 
 
 def doubled(args: RecurrentInputs) -> RecurrentInputs:
@@ -307,6 +309,7 @@ CASES = [
                 ("dot", ("past", "penalty")),
                 ("tanh", ("past", "transition")),
                 ("leaky_relu", ("past",)),
+                ("tanh", (*PAST, "detached")),
             ]
         )
     ),
@@ -314,7 +317,7 @@ CASES = [
         Case(mode, x, score, terms=(*EVERYTHING, "past", "sigmoid", *terms), seed=seed)
         for mode, score, terms, seed in (
             ("gru", "tanh", ("filters", "penalty", "fertility"), 0),
-            ("lstm", "tanh", ("filters",), 2),
+            ("lstm", "tanh", ("filters", "detached"), 2),
             ("lstm", "dot", ("penalty",), 1),
         )
         for x in RECURRENCES

@@ -135,12 +135,12 @@ def run_decoder(
     scale: float = 1.0,
     kind: type[nn.Module] = LuongAttention,
     terms: dict[str, Any] | None = None,
-    **dropouts: Tensor | None,
+    **options: Any,
 ) -> LayerOutputs:
     """Run the layer over ``input [B, T, E]``; the memory determines the score.
 
     Args:
-        layer, input, state, memory, dropouts: as in :func:`attnfast.nn._fused_rnn.run_layer`.
+        layer, input, state, memory, options: as in :func:`attnfast.nn._fused_rnn.run_layer`.
         query_proj: the projection of the query, None for the identity.
         scale: multiplies the score.
         kind: the class of the attention, one with a history if the score has one.
@@ -152,4 +152,4 @@ def run_decoder(
     given = {"query_proj": of_query, "scale": 1.0, "temperature": 1 / scale}
     for name, value in {**given, "normalisation": "softmax", **(terms or {})}.items():
         setattr(attention, name, value)
-    return run_layer(layer, input, state, attention, memory, need_weights=True, **dropouts)
+    return run_layer(layer, input, state, attention, memory, need_weights=True, **options)

@@ -242,13 +242,14 @@ def run_layer(
     target_lengths: Tensor | None = None,
     target_mask: Tensor | None = None,
     need_weights: bool = False,
+    detach_history: bool = False,
     **dropouts: Tensor | None,
 ) -> LayerOutputs:
     """Run a layer, or a stack, over ``input [B, T, E]``, starting from ``state``.
 
     ``state.hidden`` is ``[B, H]``, or ``[L, B, H]`` for a stack. ``target_mask [B, T]`` is for
-    attention whose history needs it; ``dropouts`` are the masks of
-    :class:`attnfast.ops.recurrent.RecurrentInputs`, by name. One operator runs the layer if it can,
+    attention whose history needs it; ``detach_history`` and ``dropouts``, masks by name, are those
+    of :class:`attnfast.ops.recurrent.RecurrentInputs`. One operator runs the layer if it can,
     otherwise a loop over steps of PyTorch's cells. A single step of one layer keeps the packed
     parameters for the next step, if the backend packs them.
     """
@@ -273,6 +274,7 @@ def run_layer(
         return _run_steps(
             layer, input, state, attention, memory, target_lengths=target_lengths,
             target_mask=target_mask, need_weights=need_weights, dropouts=given,
+            detach_history=detach_history,
         )  # fmt: skip
     terms: dict[str, Any] = {}
     history = packed = None
@@ -287,7 +289,7 @@ def run_layer(
         state.cell, bias_ih=layer.bias_ih, bias_hh=layer.bias_hh,
         weight_output=getattr(output, "weight", None), bias_output=getattr(output, "bias", None),
         target_lengths=target_lengths, weight_ih_upper=layer.weight_ih_upper, mode=layer.mode,
-        attends_first=layer.attends_first, **terms, **given,  # type: ignore[arg-type]
+        detach_history=detach_history, attends_first=layer.attends_first, **terms, **given,  # type: ignore[arg-type]
     )  # fmt: skip
     if single and not is_tracing():
         packed = _packed(call, backend, state.packed)
@@ -421,6 +423,7 @@ def _run_steps(
     target_lengths: Tensor | None,
     target_mask: Tensor | None,
     need_weights: bool,
+    detach_history: bool = False,
     dropouts: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> LayerOutputs:
     """Run the layer step by step, with any attention."""
@@ -438,7 +441,8 @@ def _run_steps(
             return *attention(h, memory, form), history
         mask = None if target_lengths is None else target_lengths > t
         mask = mask if target_mask is None else target_mask[:, t]
-        return attention(h, memory, history, form, mask)
+        context, weights, after = attention(h, memory, history, form, mask)
+        return context, weights, after.detach() if detach_history else after
 
     if target_lengths is not None:  # NaN in padding must not leak into gradients
         input = input.masked_fill(~length_mask(target_lengths, input.shape[1]).unsqueeze(-1), 0)

@@ -53,6 +53,12 @@ class CumulativeState(NamedTuple):
         tensors = {name: x for name, x in self._asdict().items() if x is not None}
         return self._replace(**{name: x.index_select(0, index) for name, x in tensors.items()})
 
+    def detach(self) -> CumulativeState:
+        """Return the history without the graph that made it."""
+        return self._replace(
+            **{name: x.detach() for name, x in self._asdict().items() if x is not None}
+        )
+
     def _state(self) -> dict[str, Tensor]:
         """Return the arguments of :func:`attnfast.coverage_attention` that continue from it."""
         if self.log_previous is None:

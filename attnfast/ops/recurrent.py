@@ -58,7 +58,8 @@ class RecurrentInputs(NamedTuple):
     history, and no span: ``filters [K, C, taps]``, ``projection [A, K]``, ``penalty [1]``,
     ``inverse_fertility [B, Tk]``, ``transition_prob [B, T]`` and ``sigmoid`` are those of
     :class:`CoverageInputs`, where ``previous`` holds logarithms if there is a transition. Steps at
-    ``target_lengths`` and beyond leave the history unchanged.
+    ``target_lengths`` and beyond leave the history unchanged. With ``detach_history`` no gradient
+    reaches a step through the history of the steps after it.
 
     ``target_lengths [B]``, int64: results at these steps and beyond are 0.
 
@@ -117,6 +118,7 @@ class RecurrentInputs(NamedTuple):
     scale: float = 1.0
     score: str = "dot"
     sigmoid: bool = False
+    detach_history: bool = False
 
 
 class RecurrentOutputs(NamedTuple):
@@ -200,6 +202,7 @@ class RecurrentBackward(NamedTuple):
     scale: float
     score: str
     sigmoid: bool
+    detach_history: bool
     need_grad_input: bool
     need_grad_parameters: bool
     need_grad_key: bool
@@ -382,8 +385,9 @@ def check(call: RecurrentInputs) -> None:
 
 def _check_past(call: RecurrentInputs) -> None:
     """Raise if only a part of a history is given."""
-    if call.coverage is None and call.sigmoid:
-        raise_value_error("sigmoid", "False without a coverage", True)
+    for name in ("sigmoid", "detach_history"):
+        if call.coverage is None and getattr(call, name):
+            raise_value_error(name, "False without a coverage", True)
     if call.coverage is None:
         for name in (
             "filters", "projection", "penalty", "inverse_fertility", "transition_prob", "previous",

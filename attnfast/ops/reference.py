@@ -318,6 +318,8 @@ def recurrent(call: RecurrentInputs) -> RecurrentOutputs:
         else:
             past = made.coverage, made.log_weights.squeeze(1)
             results["log_weights"].append(past[1])
+        if call.detach_history:
+            past = past[0].detach(), past[1].detach()
         return query, made.context.squeeze(1), weights
 
     def of_layers(rows: list[Any]) -> Any:

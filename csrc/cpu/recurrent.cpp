@@ -99,6 +99,7 @@ struct HistorySums {
     h.grad_loss = view_of_heads(given.grad_loss, 1, keep);
     h.grad_transition_prob.row = 1;  // [B, T]
     h.sums = true;
+    a.detaches_history = given.detach_history;
     if (fit.K && given.need_grad_key) grads.grad_key = gradient_of_rows(true, *given.key, h.grad_key);
     for (Tensor x : {parts.score_vector, parts.filters, parts.projection, parts.penalty, grads.grad_key,
                      grads.grad_inverse_fertility})

@@ -150,8 +150,10 @@ CoverageBackward step_of(const RecurrentBackward& a, int64_t t) {
   for (View* x : rows) shift_to_step(*x, t, sizeof(C));
   if (!has_history(step)) return step;
   remember<C>(a, t, coverage, step);
-  step.grad_coverage_out = step.grad_coverage_in;  // in place, from step to step
-  step.grad_last = step.grad_previous;
+  if (!a.detaches_history) {
+    step.grad_coverage_out = step.grad_coverage_in;  // in place, from step to step
+    step.grad_last = step.grad_previous;
+  }
   shift_to_step(step.grad_transition_prob, t, sizeof(C));
   shift_to_step(step.grad_log_weights, t, sizeof(C));
   return step;
