@@ -64,7 +64,7 @@ def fusion_skip_reason(
         states: the states before the first step, ``[L, B, H]``.
         attention: the decoder's attention, which must have no hooks because it is not called.
         parts: modules whose parameters are used without calling them, and dropouts, which must be
-            inactive.
+            inactive unless the operator applies them.
         feed: the vector fed to the first step, ``[1, B, F]``, if any.
         drops: whether the operator must apply dropout.
         remembers: whether the attention has a history.
@@ -84,7 +84,7 @@ def fusion_skip_reason(
     inner = [x for part in parts for x in part.modules()]
     if not all(is_plain(x, *((type(x),) if x._modules else PARTS)) for x in inner):
         return "an inner layer has hooks, or is no plain layer of torch.nn"
-    if any(isinstance(x, nn.Dropout) and x.training and x.p > 0 for x in inner):
+    if not drops and any(isinstance(x, nn.Dropout) and x.training and x.p > 0 for x in inner):
         return "its own code drops attention weights"
     if any(x.dtype != like.dtype or x.device != like.device for x in inputs):
         return "its parameters and inputs differ in dtype or device"

@@ -140,11 +140,11 @@ def test_decoder_trains(project):
 
 @pytest.mark.parametrize("project", DECODERS)
 def test_decoder_with_dropout(project):
-    """Its own code trains, with the same random numbers."""
+    """Of the states of both layers: with the same random numbers."""
     plain = DECODERS[project](0.3)
     compare(plain, speak)
     attnfast.replace(plain)
-    assert operators(plain.train(), speak) == 0 and operators(plain.eval(), speak) == 6
+    assert operators(plain.train(), speak) == 6
 
 
 @pytest.mark.parametrize("name", ["attention_rnn", "attention_layer.location_layer", "gate_layer"])

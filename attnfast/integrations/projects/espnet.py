@@ -10,8 +10,18 @@ import torch.nn.functional as F
 from attnfast.decoding import Memory
 from attnfast.integrations.adapter import Adapter, UnsupportedCall
 from attnfast.integrations.cache import TensorSnapshot, cached_per_source
-from attnfast.integrations.fused_decoders import LOOP, fusion_skip_reason, run_decoder
-from attnfast.integrations.helpers import attend, keep_in_graph, multiplied, together
+from attnfast.integrations.fused_decoders import (
+    LOOP,
+    fusion_skip_reason,
+    masks_of,
+    run_decoder,
+)
+from attnfast.integrations.helpers import (
+    attend,
+    keep_in_graph,
+    multiplied,
+    together,
+)
 from attnfast.nn._fused_rnn import NAMES, Layer, RecurrentState, run_layer
 from attnfast.nn.stateful import CoverageAttention, CumulativeState, LocationAwareAttention
 from attnfast.ops.arguments import length_mask
@@ -383,20 +393,31 @@ def history_of(attention):
     return CumulativeState(first, first), {"kind": LocationAwareAttention, "terms": terms}
 
 
+def dropped(states, mask):
+    """Return states times the mask of a dropout, which is None if that is inactive."""
+    return states if mask is None else states * mask[0]
+
+
 class Decoder:
     """c = attend(h¹), h¹ = cell([y; c], h¹); layers above it; W hᴸ + b, or W [hᴸ; c] + b."""
 
     def forward(self, hs_pad, hlens, ys_in_pad, ys_in_lens, strm_idx=0):
         attention, (B, T) = self.att_list[0], ys_in_pad.shape
         layers = [Layer(self.dtype, *[getattr(x, n) for n in NAMES]) for x in self.decoder]
-        parts = [self.decoder, self.dropout_dec, attention]
+        parts, dropouts = [self.decoder, self.dropout_dec, attention], list(self.dropout_dec)
         zeros, plain = hs_pad.new_zeros(B, self.dunits), type(attention).__name__ == "AttAdd"
         if self.sampling_probability > 0:
             raise UnsupportedCall("it samples words of its input")
-        if any(x.training and x.p > 0 for x in self.dropout_dec):
-            raise UnsupportedCall("its own code drops states that its attention reads")
+        drops = any(x.training and x.p > 0 for x in dropouts)
         if reason := fusion_skip_reason(
-            layers[0], T, hs_pad, [zeros[None]], attention, *parts, remembers=not plain
+            layers[0],
+            T,
+            hs_pad,
+            [zeros[None]],
+            attention,
+            *parts,
+            drops=drops,
+            remembers=not plain,
         ):
             raise UnsupportedCall(reason)
         attention.reset()
@@ -411,13 +432,14 @@ class Decoder:
             key, hs_pad, lengths_of(attention), score_vector=attention.gvec.weight[0], score="tanh"
         )
         first = RecurrentState(zeros, zeros if self.dtype == "lstm" else None)
+        of_query, *of_states = masks_of(T, zeros, [(x, 1) for x in (dropouts[0], *dropouts)])
         steps = run_decoder(
             layers[0], embedded, first._replace(history=history), attention.mlp_dec, memory, 2.0,
-            **terms,
+            dropout_query=None if of_query is None else of_query[0], **terms,
         )  # fmt: skip
-        states = steps.states
-        for layer in layers[1:]:  # they do not change what the first attends to
-            states = run_layer(layer, states, first).states
+        states = dropped(steps.states, of_states[0])
+        for layer, mask in zip(layers[1:], of_states[1:]):  # they change no query
+            states = dropped(run_layer(layer, states, first).states, mask)
         if self.context_residual:
             states = torch.cat([states, steps.contexts], -1)
         out = self.output(keep_in_graph(states, attention.gvec.bias))
@@ -478,7 +500,7 @@ ADAPTERS = [
             example=decode,
             weight_scale=4.0,  # a recurrence makes more of rounding
             skip_reason=partial(why_not_decoded, kinds=kinds),
-            note=f"{EMPTY}; {LOOP}, and training with dropout",
+            note=f"{EMPTY}; {LOOP}",
             dtype=dtype,
         )
         for of_kind, kinds, dtype in (

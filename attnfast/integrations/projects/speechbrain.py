@@ -10,6 +10,7 @@ from attnfast.integrations.cache import cached_per_source
 from attnfast.integrations.fused_decoders import (
     LOOP,
     fusion_skip_reason,
+    masks_of,
     run_decoder,
     state_of,
 )
@@ -94,10 +95,11 @@ class Decoder:
         parts = [self.proj, self.rnn, self.drop, attention]
         if located and torch.is_grad_enabled():
             raise UnsupportedCall("its own code cuts gradients of the weights of the last step")
-        if any(x.training and x.p > 0 for x in dropouts):
-            raise UnsupportedCall("its own code drops inputs and what is fed to them")
+        if len({(x.p, x.training) for x in dropouts[1:]}) > 1:
+            raise UnsupportedCall("its layers differ in dropout")
+        drops = any(x.training and x.p > 0 for x in dropouts)
         if reason := fusion_skip_reason(
-            layer, T, enc_states, [zeros], attention, *parts, remembers=located
+            layer, T, enc_states, [zeros], attention, *parts, drops=drops, remembers=located
         ):
             raise UnsupportedCall(reason)
         attention.reset()
@@ -121,7 +123,14 @@ class Decoder:
             }  # fmt: skip
             first = attention.prev_attn.to(enc_states)
             state = state._replace(history=CumulativeState(first, first))
-        steps = run_decoder(layer, inp_tensor, state, query, memory, scale, **history)
+        joined = inp_tensor.shape[2], self.attn_dim
+        sizes = [(self.drop, 1, sum(joined)), *((x, len(cells) - 1) for x in dropouts[1:2])]
+        of_input, *between = masks_of(T, zeros[0], sizes)
+        masks = dict(zip(["dropout_between"], between))
+        if of_input is not None:
+            of_input, masks["dropout_feed"] = of_input[0].split(joined, -1)
+            inp_tensor = inp_tensor * of_input
+        steps = run_decoder(layer, inp_tensor, state, query, memory, scale, **history, **masks)
         if located:
             attention.prev_attn = steps.weights[:, -1].detach()
         weights = steps.weights.unsqueeze(2) if by_key else steps.weights
@@ -198,12 +207,12 @@ ADAPTERS += [
         example=decode,
         weight_scale=4.0,  # a recurrence makes more of rounding
         skip_reason=partial(why_not_decoded, located=bool(of_kind)),
-        note=f"{NOTE}; {LOOP}, and training with {left}",
+        note=f"{NOTE}; {LOOP}{left}",
         dtype=dtype,
     )
     for of_kind, left, dtype in (
-        ("", "dropout", torch.float64),
+        ("", "", torch.float64),
         # the project's first weights are float32, whatever its parameters are
-        (" with location", "location features", torch.float32),
+        (" with location", ", and training", torch.float32),
     )
 ]

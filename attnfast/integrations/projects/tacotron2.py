@@ -1,10 +1,17 @@
 """Tacotron 2: location-sensitive attention of NVIDIA's and torchaudio's, and their decoders."""
 
+from types import SimpleNamespace
+
 import torch
 
 from attnfast.decoding import Memory
 from attnfast.integrations.adapter import Adapter, UnsupportedCall
-from attnfast.integrations.fused_decoders import LOOP, fusion_skip_reason, run_decoder
+from attnfast.integrations.fused_decoders import (
+    LOOP,
+    fusion_skip_reason,
+    masks_of,
+    run_decoder,
+)
 from attnfast.integrations.helpers import attend
 from attnfast.nn._fused_rnn import NAMES, Layer, RecurrentState, run_layer
 from attnfast.nn.stateful import CumulativeState, LocationAwareAttention
@@ -32,24 +39,23 @@ def inner(layer, name="linear_layer"):
     return getattr(layer, name, layer)
 
 
-def layers_of(self, memory, T, *dropouts):
+def layers_of(self, memory, T, dropouts):
     """Return both layers of a decoder, or raise if no operator can run its loop over the steps."""
     attention, cells = self.attention_layer, (self.attention_rnn, self.decoder_rnn)
+    drops = self.training and max(dropouts) > 0
     layers = [
         Layer("lstm", *[getattr(x, n) for n in NAMES], attends_first=False) for x in cells
     ]  # fmt: skip
-    if self.training and any(p > 0 for p in dropouts):
-        raise UnsupportedCall("its own code drops states")
     parts = [*cells, attention, self.linear_projection, self.gate_layer]
     first = memory.new_zeros(1, len(memory), cells[0].hidden_size)
     if reason := fusion_skip_reason(
-        layers[0], T, memory, [first], attention, *parts, remembers=True
+        layers[0], T, memory, [first], attention, *parts, drops=drops, remembers=True
     ):
         raise UnsupportedCall(reason)
     return layers
 
 
-def run_layers(self, layers, memory, processed_memory, frames, lengths):
+def run_layers(self, layers, dropouts, memory, processed_memory, frames, lengths):
     """Return the steps of the layer that attends, those of the one that reads them, and outputs.
 
     The second changes nothing that the first reads: it runs on all steps of the first at once.
@@ -67,12 +73,15 @@ def run_layers(self, layers, memory, processed_memory, frames, lengths):
         score="tanh",
     )  # fmt: skip
     state = RecurrentState(h, h, history=CumulativeState(past, past))
+    drawn = [SimpleNamespace(p=p, training=self.training) for p in dropouts]
+    masks = masks_of(frames.shape[1], h, [(drawn[0], 1), (drawn[1], 1, s.shape[1])])
+    of_states, of_above = (None if x is None else x[0] for x in masks)
     steps = run_decoder(
         layers[0], frames, state, inner(attention.query_layer), keys,
-        kind=LocationAwareAttention, terms=terms,
+        kind=LocationAwareAttention, terms=terms, dropout_state=of_states,
     )  # fmt: skip
     above = torch.cat([steps.states, steps.contexts], -1)
-    above = run_layer(layers[1], above, RecurrentState(s, s))
+    above = run_layer(layers[1], above, RecurrentState(s, s), dropout_state=of_above)
     joined = torch.cat([above.states, steps.contexts], -1).transpose(0, 1)
     gates = self.gate_layer(joined).squeeze(2)
     return steps, above, (self.linear_projection(joined), gates, steps.weights.transpose(0, 1))
@@ -84,10 +93,10 @@ class Decoder:
     def forward(self, memory, mel_specgram_truth, memory_lengths):
         frames = self._parse_decoder_inputs(mel_specgram_truth)
         dropouts = self.attention_dropout, self.decoder_dropout
-        layers = layers_of(self, memory, len(frames), *dropouts)
+        layers = layers_of(self, memory, len(frames), dropouts)
         frames = self.prenet(torch.cat([self._get_initial_frame(memory).unsqueeze(0), frames]))
         key, frames = self.attention_layer.memory_layer(memory), frames[:-1].transpose(0, 1)
-        *_, outputs = run_layers(self, layers, memory, key, frames, memory_lengths)
+        *_, outputs = run_layers(self, layers, dropouts, memory, key, frames, memory_lengths)
         return self._parse_decoder_outputs(*outputs)
 
 
@@ -97,12 +106,14 @@ class NvidiaDecoder:
     def forward(self, memory, decoder_inputs, memory_lengths):
         frames = self.parse_decoder_inputs(decoder_inputs)
         dropouts = self.p_attention_dropout, self.p_decoder_dropout
-        layers = layers_of(self, memory, len(frames), *dropouts)
+        layers = layers_of(self, memory, len(frames), dropouts)
         frames = self.prenet(torch.cat([self.get_go_frame(memory).unsqueeze(0), frames]))
         mask = ~length_mask(memory_lengths, memory.shape[1])
         self.initialize_decoder_states(memory, mask=mask)
         key, frames = self.processed_memory, frames[:-1].transpose(0, 1)
-        steps, above, outputs = run_layers(self, layers, memory, key, frames, memory_lengths)
+        steps, above, outputs = run_layers(
+            self, layers, dropouts, memory, key, frames, memory_lengths
+        )
         self.attention_hidden, self.attention_cell = steps.states[:, -1], steps.cells[:, -1]
         self.decoder_hidden, self.decoder_cell = above.states[:, -1], above.cells[:, -1]
         self.attention_weights, self.attention_weights_cum = (
@@ -176,7 +187,7 @@ ADAPTERS += [
         attention="attention_layer",
         example=speak,
         weight_scale=4.0,  # a recurrence makes more of rounding
-        note=f"{EMPTY}; {LOOP}, and training with dropout",
+        note=f"{EMPTY}; {LOOP}",
     )
     for name, implementation, cls in (
         ("Tacotron 2's decoder", NvidiaDecoder, "Decoder"),
