@@ -93,8 +93,6 @@ class Decoder:
         located, by_key = hasattr(attention, "conv_loc"), hasattr(attention, "key_linear")
         dropouts = [self.drop, *self.rnn.dropout_layers]
         parts = [self.proj, self.rnn, self.drop, attention]
-        if located and torch.is_grad_enabled():
-            raise UnsupportedCall("its own code cuts gradients of the weights of the last step")
         if len({(x.p, x.training) for x in dropouts[1:]}) > 1:
             raise UnsupportedCall("its layers differ in dropout")
         drops = any(x.training and x.p > 0 for x in dropouts)
@@ -116,7 +114,7 @@ class Decoder:
             memory = Memory(key, values, lengths, score_vector=vector, score="tanh")
         history = {}
         if located:
-            history["kind"] = LocationAwareAttention
+            history = {"kind": LocationAwareAttention, "detach_history": True}
             history["terms"] = {
                 "location_conv": attention.conv_loc, "location_proj": attention.mlp_loc,
                 "channels": "previous",
@@ -207,12 +205,11 @@ ADAPTERS += [
         example=decode,
         weight_scale=4.0,  # a recurrence makes more of rounding
         skip_reason=partial(why_not_decoded, located=bool(of_kind)),
-        note=f"{NOTE}; {LOOP}{left}",
+        note=f"{NOTE}; {LOOP}",
         dtype=dtype,
     )
-    for of_kind, left, dtype in (
-        ("", "", torch.float64),
-        # the project's first weights are float32, whatever its parameters are
-        (" with location", ", and training", torch.float32),
+    for of_kind, dtype in (
+        ("", torch.float64),
+        (" with location", torch.float32),  # the project's first weights, whatever its parameters
     )
 ]
