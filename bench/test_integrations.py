@@ -193,7 +193,7 @@ def onmt_target(m, source, states):
 
 def speechbrain_decoder(rnn, kind):
     return lambda D: common.real("speechbrain.nnet.RNN", *TOOLS).AttentionalRNNDecoder(
-        rnn, kind, D, D, 1, enc_dim=D, input_size=D
+        rnn, kind, D, D, 1, enc_dim=D, input_size=D, channels=10, kernel_size=100
     )
 
 
@@ -291,6 +291,9 @@ CASES = {
     "OpenNMT input feeding, short": Case(SHORT, onmt_decoder, onmt_target, True),
     "SpeechBrain decoder, content": Case(
         HEARD, speechbrain_decoder("gru", "content"), speechbrain_target, True
+    ),
+    "SpeechBrain decoder, location": Case(
+        HEARD, speechbrain_decoder("gru", "location"), speechbrain_target, True
     ),
     "SpeechBrain decoder, key-value": Case(
         HEARD, speechbrain_decoder("gru", "keyvalue"), speechbrain_target, True

@@ -13,6 +13,7 @@ from attention_cases import CPU, DEVICE, check, devices, size
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from attnfast._utils.benchmark import peak_memory
 from attnfast.nn import _fused_rnn as layer_code
 from attnfast.ops import reference
 from attnfast.ops.backends import unsupported_reason
@@ -615,3 +616,19 @@ def refusal(function, args) -> str | None:
     except (ValueError, TypeError, RuntimeError, AttributeError) as error:
         return str(error)
     return None
+
+
+@pytest.mark.cpu_library
+def test_memory_of_a_history_does_not_grow_with_the_hidden_size():
+    """The filters' gradients are in parts for each sequence, not for each of its hidden units."""
+
+    def backward(H: int) -> int:
+        terms = ("projection", "past", "filters")
+        args = call(
+            Case("gru", "attend_first", "tanh", B=4, T=2, E=2, H=H, A=64, seed=2, terms=terms)
+        )
+        made = backward_of(args, operator("cpu")(args))
+        return peak_memory(lambda: RECURRENT.backward("cpu", made), CPU)
+
+    parameters = 3 * 512 * (512 + 2 + Case.Dv) + 64 * 512  # and their gradients
+    assert backward(512) - backward(8) < 4 * (2 * parameters + 4 * 512 * 100)
