@@ -72,7 +72,7 @@ def test_targets_are_known(command):
 
 
 def test_projects_are_counted_and_named():
-    words = {3: "three", 33: "thirty-three"}
+    words = {10: "ten", 33: "thirty-three"}
     readme, page = (
         " ".join(PAGES[0].read_text().split()),
         (ROOT / "docs" / "replace.md").read_text(),
