@@ -11,7 +11,10 @@ from __future__ import annotations
 
 import copy
 import logging
+import random
 from collections.abc import Callable
+from importlib import import_module
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -209,6 +212,50 @@ def espnet_decoder(atype, layers=1):
     return make
 
 
+def joeynmt_decoder(D):
+    module = common.real("joeynmt.decoders", *JOEY, "datasets", "matplotlib", "pandas")
+    encoder = SimpleNamespace(output_size=D)
+    return module.RecurrentDecoder("gru", D, D, encoder, vocab_size=WORDS)
+
+
+def joeynmt_target(m, source, states):
+    mask = torch.ones(len(source), 1, source.shape[1], dtype=torch.bool)
+    return m(states, source, states[:, 0], mask, states.shape[1])[0]
+
+
+def eole_decoder(D):
+    config = SimpleNamespace(
+        global_attention="general", global_attention_function="softmax", rnn_type="LSTM", layers=1,
+        bidirectional_encoder=False, context_gate=None, coverage_attn=False, hidden_size=D,
+        tgt_word_vec_size=D,
+    )  # fmt: skip
+    decoder = common.real("eole.decoders.rnn_decoder", "yaml").InputFeedRNNDecoder
+    return decoder(config, SimpleNamespace())
+
+
+def eole_target(m, source, states):
+    h = states[:, 0].unsqueeze(0)
+    m.init_state(enc_final_hs=(h, h))
+    return m(states, source)[0]
+
+
+def clovaai_target(m, source, states):
+    return m(source, words(states) % m.num_classes, True, states.shape[1] - 1)
+
+
+def yoyodyne(kind, cell):
+    """Return how a model is made whose encoder, H wide in both directions, is not called."""
+
+    def make(D):
+        model = import_module("integrations.test_yoyodyne").model(
+            kind, cell, layers=1, size=D, width=D, words=WORDS
+        )
+        model.source_encoder.requires_grad_(False)
+        return model
+
+    return make
+
+
 def espnet_target(m, source, states):
     lengths = (torch.full((len(source),), x.shape[1]) for x in (source, states))
     return m(source, next(lengths), words(states), next(lengths))[0]
@@ -229,6 +276,42 @@ def torchaudio_target(m, source, states):
     torch.manual_seed(0)  # of the prenet's dropout
     mel, gate, _ = m(source, frames, torch.full((len(source),), source.shape[1]))
     return torch.cat([mel, gate.unsqueeze(1)], 1)
+
+
+def yoyodyne_target(m, source, states):
+    padding = torch.zeros(source.shape[:2], dtype=torch.bool)
+    inputs = [words(source)] * hasattr(m, "generation_probability") + [source, padding]
+    return m.greedy_decode_train_validate(*inputs, target=words(states))
+
+
+class Given(torch.nn.Module):
+    """An encoder whose states are given, except when the model is compared."""
+
+    given = None
+
+    def __init__(self, D):
+        super().__init__()
+        self.embedding = torch.nn.Embedding(WORDS, D).requires_grad_(False)
+
+    def forward(self, src):
+        states = self.embedding(src)
+        return self.given or (states, states[-1])
+
+
+def bentrevett_model(D):
+    model = reference_projects.bentrevett_model("2024", False, WORDS, D, D // 2, D)
+    model.encoder = Given(D)
+    return model
+
+
+def bentrevett_target(ratio):
+    def call(m, source, states):
+        random.seed(0)
+        torch.manual_seed(0)
+        m.encoder.given = source.transpose(0, 1), states[:, 0]
+        return m(words(source).T, words(states[:, [0, *range(states.shape[1])]]).T, ratio)[1:]
+
+    return call
 
 
 SPEECH, TEXT = (32, 100, 400, 512), (32, 100, 100, 512)
@@ -306,6 +389,23 @@ CASES = {
     "ESPnet decoder, AttCov": Case(HEARD, espnet_decoder("coverage"), espnet_target, True),
     "Tacotron 2 decoder": Case(SPOKEN, torchaudio_decoder, torchaudio_target, True),
 }  # fmt: skip
+WHOLE = {
+    "joeynmt decoder": (joeynmt_decoder, joeynmt_target),
+    "eole input feeding": (eole_decoder, eole_target),
+    "clovaai's head, decoder": (
+        lambda D: reference_projects.RecognitionHead(D, D, 38),
+        clovaai_target,
+    ),
+    "yoyodyne soft attention, decoder": (yoyodyne("SoftAttention", "LSTM"), yoyodyne_target),
+    "yoyodyne pointer-generator, decoder": (yoyodyne("PointerGenerator", "GRU"), yoyodyne_target),
+    "bentrevett's model, forced, decoder": (bentrevett_model, bentrevett_target(1.0)),
+    "bentrevett's model, half forced, decoder": (bentrevett_model, bentrevett_target(0.5)),
+}
+CASES |= {
+    f"{name}{suffix}": Case(sizes, *how, True)
+    for name, how in WHOLE.items()
+    for suffix, sizes in (("", TARGET), (", short", SHORT))
+}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -335,7 +435,7 @@ def test_integration(benchmark, name):
         return torch.stack(contexts, 1), cells
 
     def run(module, call=case.call):
-        leaves = [source, *(p for p in module.parameters() if p.dim() > 1)]
+        leaves = [source, *(p for p in module.parameters() if p.dim() > 1 and p.requires_grad)]
         return timed(lambda: decode(module, call)[0], leaves)
 
     calls = {"replaced": run(served), "as it was": run(plain)}

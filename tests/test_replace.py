@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import copy
 import functools
 import io
@@ -254,6 +255,21 @@ def test_an_optional_argument_that_is_new_goes_to_the_own_class():
             got = served(state, memory, *args, **more)
         torch.testing.assert_close(got, plain(state, memory, *args, **more))
         assert attending.called == ours
+
+
+def test_a_class_that_starts_with_abc():
+    """Its instances are laid out in another way."""
+
+    @as_plain
+    class Abstract(abc.ABC, Plain):
+        pass
+
+    plain = Abstract()
+    served = copy.deepcopy(plain)
+    report = attnfast.replace(served, strict=True)
+    same(run(copy.deepcopy(served), *inputs()), run(plain, *inputs()))
+    report.undo()
+    assert type(served) is Abstract
 
 
 def test_twice_and_nothing():

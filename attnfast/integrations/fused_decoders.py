@@ -25,7 +25,9 @@ __all__ = [
     "LOOP",
     "fusion_skip_reason",
     "gru_skip_reason",
+    "is_plain_table",
     "last_states",
+    "linear_of",
     "masks_of",
     "run_decoder",
     "state_of",
@@ -43,6 +45,12 @@ def gru_skip_reason(rnn: nn.Module) -> str | None:
     """Return the reason if this is not PyTorch's GRU in one direction, or None."""
     known = type(rnn) is nn.GRU and not rnn.bidirectional
     return None if known else "its recurrent layer is not an nn.GRU in one direction"
+
+
+def is_plain_table(table: Any) -> bool:
+    """Return whether many words at once are embedded as one after the other."""
+    plain = is_plain(table, nn.Embedding)
+    return plain and table.max_norm is None and not table.scale_grad_by_freq
 
 
 def fusion_skip_reason(
@@ -96,6 +104,14 @@ def fusion_skip_reason(
     return select_layer_backend(None, None, like, stack=drops or layers > 1)[1] or None
 
 
+def linear_of(weight: Tensor, bias: Any = None) -> nn.Linear:
+    """Return a linear layer of a computed weight, which gradients pass through."""
+    layer = nn.Linear(1, 1, device="meta")
+    layer._parameters.clear()
+    layer.__dict__.update(weight=weight, bias=bias)
+    return layer
+
+
 def state_of(*hidden: Tensor, feed: Tensor | None = None) -> RecurrentState:
     """Return the state before the first step of ``hidden [L, B, H]`` and an LSTM's cells."""
     state = RecurrentState(*(x if len(x) > 1 else x[0] for x in hidden))
@@ -111,7 +127,7 @@ def last_states(steps: Tensor) -> Tensor:
 def masks_of(steps: int, like: Tensor, dropouts: Sequence[tuple[Any, ...]]) -> list[Tensor | None]:
     """Draw the masks of dropouts on tensors ``[B, F]``; each dropout has its number per step.
 
-    A dropout on other features than those of ``like`` has their number, too. Masks are drawn in the
+    A third item is the number of features, if it is not that of ``like``. Masks are drawn in the
     order of a loop over the steps, so that random numbers are the same.
 
     Returns:
@@ -120,9 +136,10 @@ def masks_of(steps: int, like: Tensor, dropouts: Sequence[tuple[Any, ...]]) -> l
     masks: list[list[Tensor]] = [[] for _ in dropouts]
     for _ in range(steps):
         for (dropout, times, *features), drawn in zip(dropouts, masks):
-            keep, size = 1 - dropout.p, (len(like), *(features or like.shape[1:]))
+            keep = 1 - dropout.p
             for _ in range(times if dropout.training and keep < 1 else 0):
-                drawn.append(like.new_empty(size).bernoulli_(keep).div_(keep or 1))
+                mask = like.new_empty(len(like), *(features or like.shape[1:]))
+                drawn.append(mask.bernoulli_(keep).div_(keep) if keep else mask.zero_())
     return [torch.stack(x).unflatten(0, (steps, -1)).movedim(0, 2) if x else None for x in masks]
 
 

@@ -179,7 +179,15 @@ def _patched_class(own: type, adapter: Adapter, kinds: frozenset[type] | None) -
     for name in ("__copy__", "__deepcopy__"):
         if hasattr(own, name):
             names[name] = _copying(getattr(own, name))
-    return type(own.__name__, (_Patched, adapter.implementation, own), names)
+    return type(own.__name__, (*_layout(own), _Patched, adapter.implementation, own), names)
+
+
+def _layout(own: type) -> tuple[type, ...]:
+    """Return a base that a patched class needs for the layout of a class that starts with ABC."""
+    first = own
+    while first.__base__ is not object:
+        first = first.__base__  # type: ignore[assignment]
+    return () if first.__dictoffset__ else (type("Layout", (first,), {}),)
 
 
 def patch(module: nn.Module, adapter: Adapter) -> None:

@@ -6,6 +6,7 @@ masks and multiplies, in which order. Its class has the name of the original's.
 
 from __future__ import annotations
 
+import random
 from types import SimpleNamespace
 
 import torch
@@ -293,6 +294,41 @@ class AttentionCell(nn.Module):
         return self.rnn(torch.cat([context, char_onehots], 1), prev_hidden), alpha
 
 
+class RecognitionHead(nn.Module):
+    """clovaai's head around this cell, whose class is called Attention."""
+
+    __qualname__ = "Attention"
+
+    def __init__(self, input_size, hidden_size, num_classes):
+        super().__init__()
+        self.attention_cell = AttentionCell(input_size, hidden_size, num_classes)
+        self.hidden_size, self.num_classes = hidden_size, num_classes
+        self.generator = nn.Linear(hidden_size, num_classes)
+
+    def _char_to_onehot(self, input_char, onehot_dim=38):
+        zeros = torch.zeros(len(input_char), onehot_dim, dtype=torch.float32)
+        return zeros.scatter_(1, input_char.unsqueeze(1), 1)
+
+    def forward(self, batch_H, text, is_train=True, batch_max_length=25):
+        """batch_H [B, Tk, K], text [B, batch_max_length + 1 or more]; states are float32."""
+        B, steps = len(batch_H), batch_max_length + 1
+        hidden = tuple(torch.zeros(2, B, self.hidden_size, dtype=torch.float32))
+        hiddens = torch.zeros(B, steps, self.hidden_size, dtype=torch.float32)
+        probs = torch.zeros(B, steps, self.num_classes, dtype=torch.float32)
+        char = torch.zeros(B, dtype=torch.long)
+        for i in range(steps):
+            if is_train:
+                char = text[:, i]
+            onehots = self._char_to_onehot(char, onehot_dim=self.num_classes)
+            hidden, _ = self.attention_cell(hidden, batch_H, onehots)
+            if is_train:
+                hiddens[:, i, :] = hidden[0]
+            else:
+                probs[:, i, :] = self.generator(hidden[0])
+                char = probs[:, i, :].max(1)[1]
+        return self.generator(hiddens) if is_train else probs
+
+
 class GNMTAttention(nn.Module):
     """NVIDIA GNMT's BahdanauAttention."""
 
@@ -456,6 +492,118 @@ def bentrevett(edition="", masked=True, K=6, Q=4):
                 return F.softmax(self.scores(hidden, encoder_outputs), dim=1)
 
     return Attention()
+
+
+class PackedEncoder(nn.Module):
+    """bentrevett's encoder; without src_len its sources are not packed."""
+
+    def __init__(self, words, E, H, D, dropout):
+        super().__init__()
+        self.embedding, self.rnn = nn.Embedding(words, E), nn.GRU(E, H, bidirectional=True)
+        self.fc, self.dropout = nn.Linear(2 * H, D), nn.Dropout(dropout)
+
+    def forward(self, src, src_len=None):
+        embedded = self.dropout(self.embedding(src))
+        if src_len is not None:
+            embedded = nn.utils.rnn.pack_padded_sequence(embedded, src_len.to("cpu"))
+        outputs, hidden = self.rnn(embedded)
+        if src_len is not None:
+            outputs, _ = nn.utils.rnn.pad_packed_sequence(outputs)
+        return outputs, torch.tanh(self.fc(torch.cat((hidden[-2], hidden[-1]), dim=1)))
+
+
+class TranslationStep(nn.Module):
+    """bentrevett's Decoder, one word at a time; with the mask it returns the weights, too."""
+
+    __qualname__ = "Decoder"
+
+    def __init__(self, words, E, K, D, dropout, attention):
+        super().__init__()
+        self.output_dim, self.attention = words, attention
+        self.embedding, self.rnn = nn.Embedding(words, E), nn.GRU(K + E, D)
+        self.fc_out, self.dropout = nn.Linear(K + D + E, words), nn.Dropout(dropout)
+
+    def move(self, input, hidden, encoder_outputs, *mask):
+        """input [B], hidden [B, D], encoder_outputs [Tk, B, K], mask [B, Tk]."""
+        embedded = self.dropout(self.embedding(input.unsqueeze(0)))
+        weights = self.attention(hidden, encoder_outputs, *mask).unsqueeze(1)
+        context = torch.bmm(weights, encoder_outputs.permute(1, 0, 2)).permute(1, 0, 2)
+        output, hidden = self.rnn(torch.cat((embedded, context), 2), hidden.unsqueeze(0))
+        both = torch.cat((output.squeeze(0), context.squeeze(0), embedded.squeeze(0)), 1)
+        return both, hidden.squeeze(0), *([weights.squeeze(1)] if mask else [])
+
+    def forward(self, input, hidden, encoder_outputs, *mask):
+        both, *rest = self.move(input, hidden, encoder_outputs, *mask)
+        return self.fc_out(both), *rest
+
+
+class FirstTranslationStep(TranslationStep):
+    """The Decoder of 2018, whose last layer has another name."""
+
+    __qualname__ = "Decoder"
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.out = self._modules.pop("fc_out")
+
+    def forward(self, input, hidden, encoder_outputs, *mask):
+        both, *rest = self.move(input, hidden, encoder_outputs, *mask)
+        return self.out(both), *rest
+
+
+class TranslationModel(nn.Module):
+    """bentrevett's Seq2Seq without a mask: trg [T, B]; now and then it feeds its own words."""
+
+    __qualname__ = "Seq2Seq"
+
+    def __init__(self, encoder, decoder, device="cpu"):
+        super().__init__()
+        self.encoder, self.decoder, self.device = encoder, decoder, device
+
+    def forward(self, src, trg, teacher_forcing_ratio=0.5):
+        outputs = torch.zeros(*trg.shape, self.decoder.output_dim).to(self.device)
+        encoder_outputs, hidden = self.encoder(src)
+        input = trg[0, :]
+        for t in range(1, len(trg)):
+            output, hidden = self.decoder(input, hidden, encoder_outputs)
+            outputs[t] = output
+            teacher_force = random.random() < teacher_forcing_ratio
+            input = trg[t] if teacher_force else output.argmax(1)
+        return outputs
+
+
+class PackedModel(nn.Module):
+    """bentrevett's Seq2Seq of packed sources, whose mask is 0 at padding."""
+
+    __qualname__ = "Seq2Seq"
+
+    def __init__(self, encoder, decoder, src_pad_idx=1, device="cpu"):
+        super().__init__()
+        self.encoder, self.decoder, self.device = encoder, decoder, device
+        self.src_pad_idx = src_pad_idx
+
+    def create_mask(self, src):
+        return (src != self.src_pad_idx).permute(1, 0)
+
+    def forward(self, src, src_len, trg, teacher_forcing_ratio=0.5):
+        outputs = torch.zeros(*trg.shape, self.decoder.output_dim).to(self.device)
+        encoder_outputs, hidden = self.encoder(src, src_len)
+        input, mask = trg[0, :], self.create_mask(src)
+        for t in range(1, len(trg)):
+            output, hidden, _ = self.decoder(input, hidden, encoder_outputs, mask)
+            outputs[t] = output
+            teacher_force = random.random() < teacher_forcing_ratio
+            input = trg[t] if teacher_force else output.argmax(1)
+        return outputs
+
+
+def bentrevett_model(edition="", masked=True, words=11, E=5, H=4, D=4, dropout=0.5):
+    """Return bentrevett's model with the attention of an edition, for words in both languages."""
+    attention = bentrevett(edition, masked, 2 * H, D)
+    encoder = PackedEncoder(words, E, H, D, dropout)
+    step = FirstTranslationStep if edition == "2018" else TranslationStep
+    decoder = step(words, E, 2 * H, D, dropout, attention)
+    return (PackedModel if masked else TranslationModel)(encoder, decoder)
 
 
 class AdditiveAttention(nn.Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -69,6 +70,64 @@ def test_keys_of_another_training_step(kind):
     torch.testing.assert_close(list(served.parameters()), list(plain.parameters()))
 
 
+def make_decoder(kind="bahdanau", rnn_type="gru", num_layers=1, size=8, words=11, width=6, **more):
+    return decoders.RecurrentDecoder(
+        rnn_type, 5, size, SimpleNamespace(output_size=width), kind, num_layers, words, **more
+    )
+
+
+def unroll(decoder, draw):
+    """Decode two targets, the second from states, in parts; a step alone is its own code's."""
+    cells, width = 2 if decoder.type == "lstm" else 1, decoder.attention.key_layer.in_features
+    for lengths in ((7, 1, 4), (3, 3)):
+        B, Tk = len(lengths), max(lengths)
+        source, seen = draw(B, Tk, width), draw.seen(lengths, Tk).unsqueeze(1)
+        last, rest = draw(B, width), {}
+        for T in (5, 1, 2):
+            out = decoder(draw(B, T, 5), source, last, seen.long(), T, **rest)
+            yield out
+            rest = {"hidden": out[1], "prev_att_vector": out[3][:, -1:]}
+        hidden = tuple(draw(B, decoder.num_layers, 8) for _ in range(cells))
+        hidden = hidden if cells > 1 else hidden[0]
+        yield decoder(draw(B, 6, 5), source, None, seen, unroll_steps=4, hidden=hidden)
+
+
+@pytest.mark.parametrize("num_layers", [1, 3])
+@pytest.mark.parametrize("input_feeding", [True, False])
+@pytest.mark.parametrize("rnn_type", ["gru", "lstm"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_decoder(kind, rnn_type, input_feeding, num_layers):
+    """Dropout between layers takes the same random numbers."""
+    torch.manual_seed(0)
+    compare(
+        make_decoder(kind, rnn_type, num_layers, input_feeding=input_feeding, dropout=0.4), unroll
+    )
+
+
+@pytest.mark.parametrize(("init_hidden", "width"), [("bridge", 6), ("zero", 6), ("last", 16)])
+def test_first_states(init_hidden, width):
+    torch.manual_seed(0)
+    compare(make_decoder(init_hidden=init_hidden, num_layers=2, width=width), unroll)
+
+
+DROPS = [{"emb_dropout": 0.4}, {"hidden_dropout": 0.3}]
+
+
+@pytest.mark.parametrize("drops", [*DROPS, DROPS[0] | DROPS[1], {"hidden_dropout": 1.0}])
+@pytest.mark.parametrize("input_feeding", [True, False])
+def test_dropout(input_feeding, drops):
+    """Where vectors are fed, its own code trains with dropout of them."""
+    torch.manual_seed(0)
+    plain = make_decoder(num_layers=2, dropout=0.2, input_feeding=input_feeding, **drops)
+    compare(plain, unroll)
+    served = copy.deepcopy(plain)
+    attnfast.replace(served)
+    inputs = torch.randn(2, 3, 5), torch.randn(2, 4, 6), torch.randn(2, 6), torch.ones(2, 1, 4), 3
+    reason = attnfast.explain(served.train(), *inputs)
+    assert ("it drops what is fed" in str(reason)) == input_feeding
+    assert "it drops" not in str(attnfast.explain(served.eval(), *inputs))
+
+
 class Model(torch.nn.Module):
     """joeynmt's recurrent decoder on its own encoder."""
 
@@ -100,7 +159,7 @@ def test_whole_decoder(kind, more):
     torch.manual_seed(0)
     plain = Model(kind, **more)
     served = copy.deepcopy(plain)
-    assert [x.path for x in attnfast.replace(served).replaced] == ["decoder.attention"]
+    assert [x.path for x in attnfast.replace(served).replaced] == ["decoder", "decoder.attention"]
     source, lengths = torch.randn(3, 7, 12), torch.tensor([7, 5, 2])
     words = torch.randint(20, (3, 6))
     same_training_step(plain, served, lambda m: m.step(words, m.start(source, lengths)))

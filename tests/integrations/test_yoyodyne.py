@@ -24,9 +24,14 @@ class Lightning(torch.nn.Module):
 
 lightning = mock.MagicMock(LightningModule=Lightning, LightningDataModule=object)
 UNUSED = ("wandb", "yaml", "yoyodyne.metrics", "yoyodyne.models.transducer")
-with mock.patch.dict(sys.modules, {"lightning": lightning, "lightning.pytorch": lightning}):
+NAMES = "lightning", "lightning.pytorch"
+sys.modules |= dict.fromkeys(NAMES, lightning)
+try:
     models = real("yoyodyne.models", *UNUSED)
     data = real("yoyodyne.data", *UNUSED)
+finally:
+    for name in NAMES:
+        del sys.modules[name]
 
 
 def use(attention, draw, layers=2):
@@ -46,16 +51,31 @@ def test_a_source_is_prepared_once():
     assert preparations(models.modules.Attention(6, 5), use) == 3
 
 
-def model(kind, cell, features=False, beam=1):
+def model(kind, cell, features=False, beam=1, layers=2, dropout=0.0, size=4, width=6, words=12):
     torch.manual_seed(0)
     encoder = getattr(models.modules, f"{cell}Encoder")
-    encoders = [encoder(embedding_size=5, hidden_size=3, layers=2, dropout=0.0) for _ in range(2)]
+    encoders = [
+        encoder(embedding_size=5, hidden_size=width // 2, layers=layers, dropout=0.0)
+        for _ in range(2)
+    ]
     return getattr(models, f"{kind}{cell}Model")(
         source_encoder=encoders[0], features_encoder=encoders[1] if features else False,
-        embedding_size=5, decoder_hidden_size=4, decoder_layers=2, decoder_dropout=0.0,
-        vocab_size=12, target_vocab_size=12, max_target_length=9, compute_accuracy=False,
+        embedding_size=5, decoder_hidden_size=size, decoder_layers=layers, decoder_dropout=dropout,
+        vocab_size=words, target_vocab_size=words, max_target_length=9, compute_accuracy=False,
         beam_width=beam,
     )  # fmt: skip
+
+
+def force(model, draw):
+    """Decode what an encoder returns, teacher forcing the targets, and once without a target."""
+    for lengths in ((7, 1, 4), (3, 3)):
+        B, Tk = len(lengths), max(lengths)
+        inputs = [draw(B, Tk, 6), ~draw.seen(lengths, Tk)]
+        if hasattr(model, "generation_probability"):
+            inputs.insert(0, draw.words(12, B, Tk))
+        for T in (5, 1, 2, 3):
+            yield model.greedy_decode_train_validate(*inputs, target=draw.words(12, B, T))
+        yield model.greedy_decode_train_validate(*inputs)
 
 
 def batch():
@@ -75,9 +95,11 @@ KINDS = [(kind, cell) for kind in ("SoftAttention", "PointerGenerator") for cell
 def test_models(kind, cell, features):
     plain, (source, extra, target) = model(kind, cell, features), batch()
     served = copy.deepcopy(plain)
-    paths = ["features_attention"] if features and kind == "PointerGenerator" else []
+    several = features and kind == "PointerGenerator"
     report = attnfast.replace(served)
-    assert sorted(x.path for x in report.replaced) == ["decoder.attention", *paths]
+    first = "features_attention" if several else ""
+    assert sorted(x.path for x in report.replaced) == sorted([first, "decoder.attention"])
+    assert ("it attends to features, too" in str(report)) == several
     whole = data.Batch(source, extra if features else None, target)
     same_training_step(plain, served, lambda m: m(whole))
     for beam in (1, 3):

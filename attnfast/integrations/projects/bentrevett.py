@@ -1,9 +1,27 @@
-"""Attention of bentrevett's tutorials, which people copy; it returns weights alone."""
+"""bentrevett's tutorials, which people copy: attention, which returns weights alone, and model."""
 
 from __future__ import annotations
 
+import random
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import nn
+
+from attnfast.decoding import Memory
 from attnfast.integrations.adapter import Adapter, UnsupportedCall, arguments
+from attnfast.integrations.fused_decoders import (
+    LOOP,
+    fusion_skip_reason,
+    gru_skip_reason,
+    is_plain_table,
+    linear_of,
+    masks_of,
+    run_decoder,
+)
 from attnfast.integrations.helpers import attend, batch_first, is_plain, project_both
+from attnfast.nn._fused_rnn import Layer, RecurrentState
 
 
 def parts(attention):
@@ -24,6 +42,85 @@ class Bentrevett:
         return attend(self, query, key, None, weight, mask=None if mask is None else mask != 0)[1]
 
 
+class Steps:
+    """c = attend(h), h = cell([x; c], h), y = W [h; c; x] + b, for all words x of a target."""
+
+    def forward(self, input, hidden, encoder_outputs, mask=None, own=()):
+        """Take words [T, B] instead of those of one step, and return predictions [T, B, V].
+
+        The words at the steps ``own`` are what the step before predicts: they are found first,
+        without gradients, so that all steps are one operator.
+        """
+        linear, weight = parts(self.attention)
+        source = batch_first(self.attention, encoder_outputs)
+        _, key = project_both(self.attention, linear, hidden, source)
+        memory = Memory(
+            key, source, mask=None if mask is None else (mask != 0).unsqueeze(1),
+            score_vector=weight.view(-1), score="tanh",
+        )  # fmt: skip
+        query = linear_of(linear.weight[:, : hidden.shape[1]], linear.bias)
+        output = self.fc_out if hasattr(self, "fc_out") else self.out
+        layer, words, E = Layer.of(self.rnn), input.T, self.embedding.embedding_dim
+        (dropped,) = masks_of(len(input), hidden, [(self.dropout, 1, E)])
+
+        def steps_of(first, stop, state):
+            x = self.embedding(words[:, first:stop])
+            x = x if dropped is None else x * dropped[0, :, first:stop]
+            steps = run_decoder(layer, x, state, query, memory)
+            return steps, torch.cat([steps.states, steps.contexts, x], 2)
+
+        with torch.no_grad():
+            words, state, first = words.clone(), RecurrentState(hidden), 0
+            for t in own:
+                steps, every = steps_of(first, t, state)
+                words[:, t] = output(every[:, -1]).argmax(1)
+                state = RecurrentState(steps.states[:, -1], packed=steps.packed or state.packed)
+                first = t
+        return output(steps_of(0, len(input), RecurrentState(hidden))[1]).transpose(0, 1)
+
+
+def translated(self, trg, ratio, *sources):
+    """Return a model's predictions; which words are forced is drawn as in its own loop."""
+    decoder, (T, B) = self.decoder, trg.shape
+    rnn, dropout, linear = decoder.rnn, decoder.dropout, parts(decoder.attention)[0]
+    plain = is_plain(decoder, type(decoder)) and is_plain_table(decoder.embedding)
+    if not plain or not is_plain(dropout, nn.Dropout):
+        raise UnsupportedCall("an inner layer has hooks or a forward of its own")
+    empty = rnn.weight_ih_l0.new_empty
+    source, state = empty(B, 1, linear.in_features - rnn.hidden_size), empty(1, B, rnn.hidden_size)
+    reason = fusion_skip_reason(
+        Layer.of(rnn),
+        T - 1,
+        source,
+        [state],
+        decoder.attention,
+        linear,
+        drops=dropout.training and dropout.p > 0,
+    )  # before the encoder draws random numbers
+    if reason:
+        raise UnsupportedCall(reason)
+    source, hidden = self.encoder(*sources)
+    seen = self.create_mask(sources[0]) if hasattr(self, "create_mask") else None
+    own = [t for t in range(1, T) if not random.random() < ratio]
+    steps = Steps.forward(decoder, trg[:-1], hidden, source, seen, [t for t in own if t < T - 1])
+    zeros = torch.zeros(1, B, decoder.output_dim, device=self.device)
+    return torch.cat([zeros, steps]).to(zeros.dtype)
+
+
+class Model:
+    """The model whose attention needs no mask."""
+
+    def forward(self, src, trg, teacher_forcing_ratio=0.5):
+        return translated(self, trg, teacher_forcing_ratio, src)
+
+
+class MaskedModel:
+    """The model with packed sources and a mask."""
+
+    def forward(self, src, src_len, trg, teacher_forcing_ratio=0.5):
+        return translated(self, trg, teacher_forcing_ratio, src, src_len)
+
+
 def example(attention, draw):
     layer, _ = parts(attention)
     size = layer.out_features
@@ -34,18 +131,86 @@ def example(attention, draw):
             yield attention(draw(len(lengths), size), source, *seen)
 
 
+@contextmanager
+def seeded():
+    """Draw which words are forced from a seed, and leave the caller's random numbers alone."""
+    state = random.getstate()
+    random.seed(0)
+    try:
+        yield
+    finally:
+        random.setstate(state)
+
+
+def translate(model, draw, packed):
+    sizes = [x.embedding.num_embeddings for x in (model.encoder, model.decoder)]
+    pad = getattr(model, "src_pad_idx", 0)
+    for lengths in draw.sources((5, 4, 2), (4, 1)):
+        lengths = sorted(lengths, reverse=True)  # as for packed sources
+        B, Tk = len(lengths), max(lengths)
+        src = draw.words(sizes[0], B, Tk).masked_fill(~draw.seen(lengths, Tk), pad).T
+        src[0] = (pad + 1) % sizes[0]
+        of_source = [src, draw.numbers(*lengths).cpu()][: 1 + packed]
+        for ratio in (1.0, 0.6):
+            for T in draw.steps(5, 2):
+                with seeded():
+                    yield model(*of_source, draw.words(sizes[1], B, T).T, ratio)
+
+
+def why_not_whole(model):
+    """Say what of a model the operator does not know, or None."""
+    from attnfast.integrations.probe import unsupported_attributes  # which imports the adapters
+
+    decoder = model.decoder
+    if decoder.rnn.num_layers > 1:
+        return f"its decoder has {decoder.rnn.num_layers} layers"
+    return gru_skip_reason(decoder.rnn) or unsupported_attributes(decoder, DECODER)
+
+
+DECODER = Adapter(  # inspected with the model, not replaced
+    name="bentrevett's Decoder",
+    implementation=Steps,
+    classes=["Decoder"],
+    parameters=[],
+    known_attributes=["output_dim"],
+    example=partial(translate, packed=False),
+)
 ADAPTERS = [
-    Adapter(
-        name=f"bentrevett's Attention{edition}",
-        implementation=Bentrevett,
-        classes=["Attention"],
-        parameters=[f"{layer}.weight", f"{layer}.bias", v],
-        example=example,
-        note="a source without words has weights 0 instead of equal ones",
-    )
-    for edition, layer, v in (
-        ("", "attn", "v.weight"),
-        (" of 2018", "attn", "v"),
-        (" of 2024", "attn_fc", "v_fc.weight"),
-    )
+    *(
+        Adapter(
+            name=f"bentrevett's Attention{edition}",
+            implementation=Bentrevett,
+            classes=["Attention"],
+            parameters=[f"{layer}.weight", f"{layer}.bias", v],
+            example=example,
+            note="a source without words has weights 0 instead of equal ones",
+        )
+        for edition, layer, v in (
+            ("", "attn", "v.weight"),
+            (" of 2018", "attn", "v"),
+            (" of 2024", "attn_fc", "v_fc.weight"),
+        )
+    ),
+    *(
+        Adapter(
+            name=f"bentrevett's Seq2Seq{edition}",
+            implementation=implementation,
+            classes=["Seq2Seq"],
+            parameters=[
+                *("encoder.*", "decoder.attention.*", "decoder.embedding.weight"),
+                "decoder.rnn.*",
+            ],
+            optional=["decoder.fc_out.*", "decoder.out.*"],
+            known_attributes=["random", "device", "create_mask", "src_pad_idx"],
+            attention="decoder.attention",
+            example=partial(translate, packed=packed),
+            weight_scale=2.0,  # a recurrence makes more of rounding
+            skip_reason=why_not_whole,
+            note=f"a row without keys has weights 0 instead of equal ones; {LOOP}",
+        )
+        for edition, implementation, packed in (
+            ("", Model, False),
+            (" with packed sources", MaskedModel, True),
+        )
+    ),
 ]

@@ -1,11 +1,25 @@
-"""joeynmt's attention, whose decoder projects the keys before it asks."""
+"""joeynmt's attention, whose decoder projects the keys before it asks, and this decoder."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from attnfast.integrations.adapter import Adapter
-from attnfast.integrations.helpers import attend, project
+import torch
+from torch import nn
+
+from attnfast.decoding import Memory
+from attnfast.integrations.adapter import Adapter, UnsupportedCall
+from attnfast.integrations.fused_decoders import (
+    LOOP,
+    fusion_skip_reason,
+    last_states,
+    linear_of,
+    masks_of,
+    run_decoder,
+    state_of,
+)
+from attnfast.integrations.helpers import attend, is_plain, project
+from attnfast.nn._fused_rnn import Layer, run_layer
 
 
 class Luong:
@@ -32,6 +46,73 @@ class Bahdanau(Luong):
         return self.proj_query, self.energy_layer.weight
 
 
+class Decoder:
+    """h = cell([x; f], h), c = attend(h), f = tanh(W [h; c] + b); f need not be fed."""
+
+    def forward(
+        self, trg_embed, encoder_output, encoder_hidden, src_mask, unroll_steps, hidden=None,
+        prev_att_vector=None, **kwargs,
+    ):  # fmt: skip
+        rnn, attention, output = self.rnn, self.attention, self.att_vector_layer
+        words, query = trg_embed[:, :unroll_steps], getattr(attention, "query_layer", None)
+        if (hidden is None and encoder_hidden is None) or words.shape[1] != unroll_steps:
+            raise UnsupportedCall("there is no state, or fewer words than steps")
+        first = self._init_hidden(encoder_hidden) if hidden is None else hidden
+        states = first if isinstance(first, tuple) else (first,)
+        if hidden is not None:
+            states = [x.transpose(0, 1).contiguous() for x in states]
+        feed = [] if prev_att_vector is None else [prev_att_vector.transpose(0, 1)]
+        between = nn.Dropout(rnn.dropout).train(rnn.training)
+        dropouts = self.emb_dropout, between, self.hidden_dropout
+        drops = [x.training and x.p > 0 for x in dropouts]
+        layer, parts = Layer.of(rnn), [output, *attention.children()]
+        reason = fusion_skip_reason(
+            layer, unroll_steps, encoder_output, states, attention, *parts,
+            feed=feed, drops=any(drops),
+        )  # fmt: skip
+        if not all(is_plain(x, nn.Dropout) for x in dropouts):
+            reason = "a dropout has hooks or a forward of its own"
+        elif self.input_feeding and (drops[0] or drops[2]):
+            reason = "it drops what is fed to a step, or of what an attentional vector is computed"
+        if reason:
+            raise UnsupportedCall(reason)
+        self._check_shapes_input_forward(
+            trg_embed, encoder_output, encoder_hidden, src_mask, states[0], prev_att_vector
+        )
+        sizes = rnn.input_size, rnn.hidden_size, output.in_features
+        of_input, of_layers, of_vectors = masks_of(
+            unroll_steps, words[:, 0], list(zip(dropouts, (1, rnn.num_layers - 1, 1), sizes))
+        )
+        attention.compute_proj_keys(keys=encoder_output)
+        key = attention.proj_keys
+        state = state_of(*states, feed=feed[0][0] if feed else None)
+        weight = None if query is None else attention.energy_layer.weight
+        if self.input_feeding:
+            rolled = linear_of(output.weight.roll(-rnn.hidden_size, 1), output.bias)  # for [c; h]
+            memory = Memory(key, encoder_output, mask=src_mask > 0)
+            if weight is not None:
+                memory = memory._replace(score_vector=weight[0], score="tanh")
+            steps = run_decoder(
+                layer._replace(output=rolled, attends_first=False), words, state, query, memory,
+                dropout_between=of_layers,
+            )  # fmt: skip
+            vectors, weights = steps.attentional, steps.weights
+        else:
+            words = words if of_input is None else words * of_input[0]
+            steps = run_layer(layer, words, state, dropout_between=of_layers)
+            asking = steps.output if query is None else query(steps.output)
+            context, weights = attend(
+                attention, asking, key, encoder_output, weight, mask=src_mask > 0
+            )
+            both = torch.cat([steps.output, context], 2)
+            vectors = self.activation(output(both if of_vectors is None else both * of_vectors[0]))
+        if query is not None:
+            attention.compute_proj_query(steps.output[:, -1:])
+        last = [last_states(x) for x in (steps.states, steps.cells) if x is not None]
+        last = tuple(x.transpose(0, 1).contiguous() for x in last)
+        return self.output_layer(vectors), last if len(last) > 1 else last[0], weights, vectors
+
+
 def example(attention, draw):
     size = getattr(attention, "query_layer", None)
     size = attention.key_layer.out_features if size is None else size.in_features
@@ -42,6 +123,23 @@ def example(attention, draw):
             attention.compute_proj_keys(source)
             yield attention(draw(len(lengths), 1, size), seen, source)
         yield attention(draw(len(lengths), 1, size), seen, source)
+
+
+def translate(decoder, draw):
+    size, width = decoder.hidden_size, decoder.attention.key_layer.in_features
+    cells = 2 if isinstance(decoder.rnn, nn.LSTM) else 1
+    for lengths in draw.sources((5, 2, 4), (3, 1)):
+        B, Tk = len(lengths), max(lengths)
+        source, seen = draw(B, Tk, width), draw.seen(lengths, Tk).unsqueeze(1)
+        rest: Any = {}
+        for T in draw.steps(4, 1, 2):
+            words = draw(B, T, decoder.emb_size)
+            out = decoder(words, source, draw(B, width), seen, T, **rest)
+            yield out
+            rest = {"hidden": out[1], "prev_att_vector": out[3][:, -1:]}
+        start = tuple(draw(B, decoder.num_layers, size) for _ in range(cells))
+        hidden = start if cells > 1 else start[0]
+        yield decoder(draw(B, 3, decoder.emb_size), source, None, seen, 2, hidden=hidden)
 
 
 COMMON: dict[str, Any] = {
@@ -63,5 +161,19 @@ ADAPTERS = [
         classes=["joeynmt.attention.LuongAttention"],
         parameters=["key_layer.weight"],
         **COMMON,
+    ),
+    Adapter(
+        name="joeynmt's RecurrentDecoder",
+        implementation=Decoder,
+        classes=["joeynmt.decoders.RecurrentDecoder"],
+        parameters=["rnn.*", "attention.*", "att_vector_layer.*", "output_layer.weight"],
+        optional=["bridge_layer.*"],
+        attention="attention",
+        example=translate,
+        weight_scale=4.0,  # a recurrence makes more of rounding
+        skip_reason=lambda decoder: (
+            None if decoder.activation is torch.tanh else "its attentional vectors have no tanh"
+        ),
+        note=f"{COMMON['note']}; {LOOP}, and training that drops fed or attentional vectors",
     ),
 ]

@@ -59,37 +59,55 @@ class OpenNMT:
         return attended(self, src, enc_out, lengths=lengths_of(self, enc_out, src_len))
 
 
+def stack_of(self, T, enc_out):
+    """Return the cells and the layer after the attention, if the operator can run T steps."""
+    attention, hidden, cells = self.attn, self.state["hidden"], self.rnn.layers
+    layer = Layer.stack(
+        "lstm" if len(hidden) == 2 else "gru", [[getattr(x, n) for n in NAMES] for x in cells],
+        output=attention.linear_out, attends_first=False,
+    )  # fmt: skip
+    dropouts = [x for x in (self.rnn.dropout, self.dropout) if x is not None]
+    own = [x for x in (self.rnn, getattr(self, "copy_attn", None)) if x is not None]
+    plain = all(is_plain(x, type(x)) for x in own) and all(
+        is_plain(x, nn.LSTMCell, nn.GRUCell) for x in cells
+    )
+    if not plain or not all(is_plain(x, nn.Dropout) for x in dropouts):
+        raise UnsupportedCall("a cell, dropout or copying has hooks or a forward of its own")
+    parts = [x for x in (attention.linear_out, getattr(attention, "linear_in", None)) if x]
+    if reason := fusion_skip_reason(
+        layer, T, enc_out, hidden, attention, *parts, feed=[self.state["input_feed"]],
+        drops=any(x.training and x.p > 0 for x in dropouts),
+    ):  # fmt: skip
+        raise UnsupportedCall(reason)
+    return layer
+
+
+def unrolled(self, layer, words, memory):
+    """Return the last states, the attentional vectors and the weights of all words."""
+    feed, above = self.state["input_feed"][0], self.num_layers - 1
+    between = nn.Dropout(0.0) if self.rnn.dropout is None else self.rnn.dropout
+    of_layers, of_output = masks_of(words.shape[1], feed, [(between, above), (self.dropout, 1)])
+    of_output = None if of_output is None else of_output[0]
+    masks = {"dropout_between": of_layers, "dropout_output": of_output}
+    state, query = state_of(*self.state["hidden"], feed=feed), getattr(self.attn, "linear_in", None)
+    steps = run_decoder(layer, words, state, query, memory, **masks)
+    last = [last_states(x) for x in (steps.states, steps.cells) if x is not None]
+    return tuple(last), steps.attentional, steps.weights
+
+
 class InputFeed:
     """h = cell([x; f], h), c = attend(h), f = tanh(W [c; h])."""
 
     def _run_forward_pass(self, tgt, enc_out, src_len=None):
-        attention, hidden = self.attn, self.state["hidden"]
-        cells, query = self.rnn.layers, getattr(attention, "linear_in", None)
-        layer = Layer.stack(
-            "lstm" if len(hidden) == 2 else "gru", [[getattr(x, n) for n in NAMES] for x in cells],
-            output=attention.linear_out, attends_first=False,
-        )  # fmt: skip
-        feed, T, above = self.state["input_feed"], tgt.shape[1], len(cells) - 1
-        parts = [attention.linear_out] + [query] * (query is not None)
-        dropouts = (self.rnn.dropout, above), (self.dropout, 1)
-        drops = any(x.training and x.p > 0 for x, _ in dropouts)
-        plain = is_plain(self.rnn, type(self.rnn)) and all(
-            is_plain(x, nn.LSTMCell, nn.GRUCell) for x in cells
-        )
-        if not plain or not all(is_plain(x, nn.Dropout) for x, _ in dropouts):
-            raise UnsupportedCall("a cell or dropout has hooks or a forward of its own")
-        if reason := fusion_skip_reason(
-            layer, T, enc_out, hidden, attention, *parts, feed=[feed], drops=drops
-        ):
-            raise UnsupportedCall(reason)
+        layer = stack_of(self, tgt.shape[1], enc_out)
         memory = Memory(enc_out, enc_out, lengths_of(self, enc_out, src_len))
-        words, state = self.embeddings(tgt), state_of(*hidden, feed=feed[0])
-        of_layers, of_output = masks_of(T, feed[0], dropouts)
-        of_output = None if of_output is None else of_output[0]
-        masks = {"dropout_between": of_layers, "dropout_output": of_output}
-        steps = run_decoder(layer, words, state, query, memory, **masks)
-        last = [last_states(x) for x in (steps.states, steps.cells) if x is not None]
-        return tuple(last), steps.attentional, {"std": steps.weights.transpose(0, 1).contiguous()}
+        last, vectors, weights = unrolled(self, layer, self.embeddings(tgt), memory)
+        weights = {"std": weights.transpose(0, 1).contiguous()}
+        if self.copy_attn is not None:
+            weights["copy"] = self.copy_attn(vectors, enc_out)[1].transpose(0, 1).contiguous()
+        elif self._reuse_copy_attn:
+            weights["copy"] = weights["std"]
+        return last, vectors, weights
 
 
 class Eole:
@@ -100,6 +118,19 @@ class Eole:
             feature = self.linear_cover(coverage.view(-1, 1)).view_as(enc_out)
             enc_out = torch.tanh(enc_out + feature)
         return attended(self, src, enc_out, mask=None if src_pad_mask is None else ~src_pad_mask)
+
+
+class EoleInputFeed:
+    """OpenNMT's decoder, whose words are embedded by its caller."""
+
+    def _run_forward_pass(self, emb, enc_out, src_pad_mask=None):
+        layer, mask = stack_of(self, emb.shape[1], enc_out), None
+        if src_pad_mask is not None:
+            mask = ~src_pad_mask
+            if mask.shape != (len(enc_out), 1, enc_out.shape[1]):
+                raise UnsupportedCall("its mask is not [B, 1, Tk]")
+        last, vectors, weights = unrolled(self, layer, emb, Memory(enc_out, enc_out, mask=mask))
+        return last, vectors, {"std": weights}
 
 
 def example(attention, draw, seen):
@@ -113,19 +144,36 @@ def example(attention, draw, seen):
             yield attention(draw(B, attention.dim), source * 1, keys, draw(B, Tk))
 
 
+def start(decoder, draw, B):
+    """Begin with drawn states."""
+    cells = 2 if "LSTM" in type(decoder.rnn).__name__ else 1
+    size, layers = decoder.hidden_size, decoder.num_layers
+    decoder.state["coverage"] = None
+    decoder.state["hidden"] = tuple(draw(layers, B, size) for _ in range(cells))
+    decoder.state["input_feed"] = draw(1, B, size)
+
+
 def translate(decoder, draw):
     words = [x.num_embeddings for x in decoder.embeddings.modules() if type(x) is nn.Embedding]
-    cells, size = (2 if "LSTM" in type(decoder.rnn).__name__ else 1), decoder.hidden_size
-    layers = decoder.num_layers
     for lengths in draw.sources((5, 2, 4)):
         B, Tk = len(lengths), max(lengths)
-        source = draw(B, Tk, size)
+        source = draw(B, Tk, decoder.hidden_size)
         for src_len in (draw.numbers(*lengths), None):
-            decoder.state["coverage"] = None
-            decoder.state["hidden"] = tuple(draw(layers, B, size) for _ in range(cells))
-            decoder.state["input_feed"] = draw(1, B, size)
+            start(decoder, draw, B)
             for T in draw.steps(4, 1, 2):
                 yield decoder(draw.words(min(words), B, T, len(words)), source, src_len)
+
+
+def translate_embedded(decoder, draw):
+    size = decoder.hidden_size
+    for lengths in draw.sources((5, 2, 4)):
+        B, Tk = len(lengths), max(lengths)
+        source, padding = draw(B, Tk, size), ~draw.seen(lengths, Tk).unsqueeze(1)
+        for mask in (padding, None):
+            start(decoder, draw, B)
+            for T in draw.steps(4, 1, 2):
+                words = draw(B, T, decoder._input_size - size)
+                yield decoder(words, source, src_pad_mask=mask), decoder.state["input_feed"]
 
 
 def why_not_input_fed(decoder):
@@ -134,7 +182,6 @@ def why_not_input_fed(decoder):
         (decoder.attn is None, "it does not attend"),
         (getattr(decoder.attn, "attn_type", "") == "mlp", "its attentional vectors have no tanh"),
         (decoder._coverage, "it has coverage"),
-        (decoder.copy_attn is not None or decoder._reuse_copy_attn, "it copies"),
         (decoder.context_gate is not None, "it has a context gate"),
     )
     return next((why for is_so, why in known if is_so), None)
@@ -167,16 +214,22 @@ ADAPTERS = [
         example=partial(example, seen=lambda draw, *seen: ~draw.seen(*seen).unsqueeze(1)),
         **COMMON,
     ),
-    Adapter(
-        name="OpenNMT-py's InputFeedRNNDecoder",
-        implementation=InputFeed,
-        classes=["onmt.decoders.decoder.InputFeedRNNDecoder"],
-        parameters=["rnn.layers.*"],
-        optional=["embeddings.*", "attn.*", "copy_attn.*", "context_gate.*"],
-        attention="attn",
-        example=translate,
-        weight_scale=4.0,  # a recurrence makes more of rounding
-        skip_reason=why_not_input_fed,
-        note=f"{COMMON['note']}; {LOOP}",
+    *(
+        Adapter(
+            name=f"{project}'s InputFeedRNNDecoder",
+            implementation=implementation,
+            classes=[f"{place}.InputFeedRNNDecoder"],
+            parameters=["rnn.layers.*"],
+            optional=["embeddings.*", "attn.*", "copy_attn.*", "context_gate.*"],
+            attention="attn",
+            example=how,
+            weight_scale=4.0,  # a recurrence makes more of rounding
+            skip_reason=why_not_input_fed,
+            note=f"{COMMON['note']}; {LOOP}",
+        )
+        for project, place, implementation, how in (
+            ("OpenNMT-py", "onmt.decoders.decoder", InputFeed, translate),
+            ("eole", "eole.decoders.rnn_decoder", EoleInputFeed, translate_embedded),
+        )
     ),
 ]

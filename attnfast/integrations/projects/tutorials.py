@@ -8,7 +8,12 @@ from torch.nn import functional as F
 
 from attnfast.decoding import Memory
 from attnfast.integrations.adapter import Adapter, UnsupportedCall
-from attnfast.integrations.fused_decoders import fusion_skip_reason, gru_skip_reason, run_decoder
+from attnfast.integrations.fused_decoders import (
+    fusion_skip_reason,
+    gru_skip_reason,
+    is_plain_table,
+    run_decoder,
+)
 from attnfast.integrations.helpers import (
     attend,
     batch_first,
@@ -50,13 +55,8 @@ class TranslationDecoder:
         states, parts = [encoder_hidden], [getattr(attention, x) for x in PARTS]
         if words is None or words.shape[1] < T:
             raise UnsupportedCall("there is no target, or one of fewer words than MAX_LENGTH")
-        table = self.embedding
-        if (
-            not (is_plain(table, nn.Embedding) and is_plain(self.dropout, nn.Dropout))
-            or table.max_norm is not None
-            or table.scale_grad_by_freq
-            or not is_plain(self.out)
-        ):
+        plain = is_plain_table(self.embedding) and is_plain(self.dropout, nn.Dropout)
+        if not plain or not is_plain(self.out):
             raise UnsupportedCall("its embedding, dropout or output layer is no plain module")
         if reason := fusion_skip_reason(layer, T, encoder_outputs, states, attention, *parts):
             raise UnsupportedCall(reason)
