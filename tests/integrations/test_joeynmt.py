@@ -116,16 +116,13 @@ DROPS = [{"emb_dropout": 0.4}, {"hidden_dropout": 0.3}]
 @pytest.mark.parametrize("drops", [*DROPS, DROPS[0] | DROPS[1], {"hidden_dropout": 1.0}])
 @pytest.mark.parametrize("input_feeding", [True, False])
 def test_dropout(input_feeding, drops):
-    """Where vectors are fed, its own code trains with dropout of them."""
+    """Of words and vectors that are fed, and of what an attentional vector is computed from."""
     torch.manual_seed(0)
     plain = make_decoder(num_layers=2, dropout=0.2, input_feeding=input_feeding, **drops)
     compare(plain, unroll)
-    served = copy.deepcopy(plain)
-    attnfast.replace(served)
+    attnfast.replace(plain)
     inputs = torch.randn(2, 3, 5), torch.randn(2, 4, 6), torch.randn(2, 6), torch.ones(2, 1, 4), 3
-    reason = attnfast.explain(served.train(), *inputs)
-    assert ("it drops what is fed" in str(reason)) == input_feeding
-    assert "it drops" not in str(attnfast.explain(served.eval(), *inputs))
+    assert "recurrent layer: cpu" in str(attnfast.explain(plain.train(), *inputs))
 
 
 class Model(torch.nn.Module):

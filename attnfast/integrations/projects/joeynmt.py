@@ -72,8 +72,6 @@ class Decoder:
         )  # fmt: skip
         if not all(is_plain(x, nn.Dropout) for x in dropouts):
             reason = "a dropout has hooks or a forward of its own"
-        elif self.input_feeding and (drops[0] or drops[2]):
-            reason = "it drops what is fed to a step, or of what an attentional vector is computed"
         if reason:
             raise UnsupportedCall(reason)
         self._check_shapes_input_forward(
@@ -92,9 +90,15 @@ class Decoder:
             memory = Memory(key, encoder_output, mask=src_mask > 0)
             if weight is not None:
                 memory = memory._replace(score_vector=weight[0], score="tanh")
+            masks = {"dropout_between": of_layers}
+            if of_input is not None:
+                of_input, masks["dropout_feed"] = of_input[0].tensor_split((words.shape[2],), -1)
+                words = words * of_input
+            if of_vectors is not None:
+                masks["dropout_joined"] = of_vectors[0].roll(-rnn.hidden_size, -1)
             steps = run_decoder(
                 layer._replace(output=rolled, attends_first=False), words, state, query, memory,
-                dropout_between=of_layers,
+                **masks,
             )  # fmt: skip
             vectors, weights = steps.attentional, steps.weights
         else:
@@ -174,6 +178,6 @@ ADAPTERS = [
         skip_reason=lambda decoder: (
             None if decoder.activation is torch.tanh else "its attentional vectors have no tanh"
         ),
-        note=f"{COMMON['note']}; {LOOP}, and training that drops fed or attentional vectors",
+        note=f"{COMMON['note']}; {LOOP}",
     ),
 ]
