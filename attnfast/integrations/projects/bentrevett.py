@@ -159,7 +159,7 @@ def translate(model, draw, packed):
 
 def why_not_whole(model):
     """Say what of a model the operator does not know, or None."""
-    from attnfast.integrations.probe import unsupported_attributes  # which imports the adapters
+    from attnfast.integrations.inspection import unsupported_attributes  # it imports the adapters
 
     decoder = model.decoder
     if decoder.rnn.num_layers > 1:
