@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib
 import importlib.abc
@@ -104,11 +105,16 @@ def _is_close(x, y, tolerance):
 
 
 def compare(module, run, dtypes=(torch.float64, torch.float32), training=(False, True)):
-    """Compare ``run(module, draw)`` before and after: results, state and gradients of all."""
+    """Compare ``run(module, draw)`` before and after: results, state and gradients of all.
+
+    Only in the first dtype does ``replace`` compare it, too.
+    """
     name = type(module).__qualname__
-    for dtype in dtypes:
+    for number, dtype in enumerate(dtypes):
         replaced = copy.deepcopy(module).to(dtype)
-        report = attnfast.replace(replaced)
+        known = mock.patch("attnfast.integrations.replace.judge", return_value=(None, []))
+        with known if number else contextlib.nullcontext():
+            report = attnfast.replace(replaced)
         assert report.replaced[:1] == report.found[:1] and not report.skipped, f"{name}: {report}"
         for train in training:
             plain = copy.deepcopy(module).to(dtype).train(train)
