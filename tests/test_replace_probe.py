@@ -50,6 +50,15 @@ def test_the_probe_leaves_no_trace():
     assert [p.grad for p in m.parameters()] == grads and m.training
 
 
+AUTOCAST = functools.partial(torch.autocast, "cpu", torch.bfloat16)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, AUTOCAST])
+def test_the_probe_does_not_run_in_the_callers_mode(mode):
+    with mode():
+        assert attnfast.replace(Plain()).replaced
+
+
 @pytest.mark.parametrize("methods", [Wrong, WrongLater])
 def test_what_differs_is_left_alone(methods):
     register(methods)

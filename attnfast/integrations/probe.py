@@ -208,6 +208,7 @@ def outcome_of(
     """Run the adapter's example on a copy of the module; return results, state and gradients."""
     with (
         torch.random.fork_rng(),
+        torch.inference_mode(False),
         torch.enable_grad(),
         torch.device(config.device),
         warnings.catch_warnings(),
@@ -227,13 +228,12 @@ def outcome_of(
                 p.data.copy_(torch.randn(p.shape, dtype=torch.float64) * size)
         if served:
             patch(twin, adapter)
-        cast = torch.autocast(config.device.type, torch.bfloat16, enabled=config.autocast)
         draw = ProbeInputs(
             config.dtype, config.device, others=config.others, repeats=config.repeats,
             late=config.late, known=integers(type(module)) if config.late else (),
             first=config.large,
         )  # fmt: skip
-        with cast if config.autocast else contextlib.nullcontext():
+        with torch.autocast(config.device.type, torch.bfloat16, enabled=config.autocast):
             return run(twin, adapter.example, draw)
 
 

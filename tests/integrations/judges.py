@@ -32,6 +32,16 @@ JUDGES: dict[str, tuple[str, dict[str, str]]] = {
     ),
     "OpenNMT-py": ("onmt/tests/test_models.py onmt/tests/test_attention.py", {}),
     "eole": ("eole/tests/test_models.py", {}),
+    "coqui-ai-TTS": (
+        "tests/tts_tests/test_tacotron2_model.py tests/tts_tests/test_tacotron_model.py "
+        "tests/tts_tests/test_tacotron_layers.py",
+        {},
+    ),
+    "speechbrain": (  # its unit tests call no attention that is served; its examples do
+        "--doctest-modules speechbrain/nnet/attention.py speechbrain/nnet/RNN.py "
+        "speechbrain/decoders/seq2seq.py tests/integration/ASR_seq2seq tests/integration/G2P",
+        {},
+    ),
 }
 WRITES = "ATTNFAST_JUDGE"  # the file that a run with replacements writes
 
@@ -137,7 +147,7 @@ def main(checkouts: Path) -> int:
             served = verdicts(folder, tests, variables | {WRITES: str(counts)}, Path(scratch))
             made = json.loads(counts.read_text())
         commit = subprocess.run(
-            ["git", "log", "-1", "--format=%h"], cwd=folder, capture_output=True, text=True
+            ["git", "rev-parse", "--short=8", "HEAD"], cwd=folder, capture_output=True, text=True
         ).stdout.strip()
         passed = [sum(x == "passed" for x in of.values()) for of in (plain, served)]
         of_adapters = ", ".join(f"{n} × {x}" for x, n in made["served"].items()) or "none"
