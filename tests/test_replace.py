@@ -309,7 +309,7 @@ def test_strict_raises_where_nothing_is_known():
     attnfast.replace(m, strict=True)
 
 
-@pytest.mark.parametrize("name", ["self_attention", "LSA", "attn_layer", "GlobalAttn"])
+@pytest.mark.parametrize("name", ["self_attention", "DecoderLSA", "attn_layer", "GlobalAttn"])
 def test_what_may_be_attention_is_mentioned(name):
     report = str(attnfast.replace(type(name, (nn.Module,), {})()))
     assert f"{name} left alone: its class" in report
