@@ -1157,13 +1157,36 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         ],
     },
     ("attnfast/integrations/projects/onmt.py", "tests/integrations/test_decoders.py"): {
-        "InputFeed._run_forward_pass": [
-            ("*hidden, feed=feed[0])", "*hidden)"),
+        "unrolled": [("self.state[\"hidden\"], feed=feed)", "self.state[\"hidden\"])")],
+        "stack_of": [
             ("is_plain(x, nn.LSTMCell, nn.GRUCell) for x in cells", "True for x in cells"),
         ],
+        "EoleInputFeed._run_forward_pass": [("mask = ~src_pad_mask", "mask = src_pad_mask")],
         "lengths_of.count": [
             ("length_mask(src_len.view(-1), Tk).sum(1).expand(B)", "src_len.long()"),
         ],
+    },
+    ("attnfast/integrations/projects/joeynmt.py", "tests/integrations/test_joeynmt.py"): {
+        "Decoder.forward": [
+            ("of_vectors[0].roll(-rnn.hidden_size, -1)", "of_vectors[0]"),
+            ("words = words * of_input\n", "pass\n"),
+        ],
+    },
+    ("attnfast/integrations/projects/speechbrain.py", "tests/integrations/test_speechbrain.py"): {
+        "Decoder.forward": [
+            ("key = key + attention.mlp_loc.bias if located else key", "pass"),
+            ('"detach_history": True', '"detach_history": False'),
+            ("inp_tensor = inp_tensor * of_input", "pass"),
+        ],
+    },
+    ("attnfast/integrations/projects/tacotron2.py", "tests/integrations/test_tacotron2.py"): {
+        "run_layers": [
+            ("[above.states, steps.contexts]", "[steps.contexts, above.states]"),
+        ],
+    },
+    ("attnfast/integrations/projects/wavernn.py", "tests/integrations/test_wavernn.py"): {
+        "WaveRNN.forward": [("self.conv.weight.flip(1)", "self.conv.weight")],
+        "VoiceCloning.forward": [("if padded:", "if False:")],
     },
     ("attnfast/integrations/inspection.py", "tests/test_replace.py -k hooks"): {
         "inner_hooks": [("if part is not module and any(hooks):", "if any(hooks):")],
