@@ -66,8 +66,8 @@ Backward backward_of(const Forward& forward, const Sizes& make) {
 History history(const Problem& a, const Sizes& make, bool additive) {
   History h;
   h.filters_count = additive ? 3 : 0;
-  h.width = additive ? 5 : 0;
-  if (additive) h.filters = make.tensor(h.filters_count, h.channels * h.width);
+  h.taps = additive ? 5 : 0;
+  if (additive) h.filters = make.tensor(h.filters_count, h.channels * h.taps);
   if (additive) h.projection = make.tensor(a.A, h.filters_count);
   for (View* x : {&h.inverse_fertility, &h.coverage_in, &h.previous}) *x = make.tensor(1, a.Tk);
   h.transition_prob = make.tensor(1, a.Tq);
@@ -96,7 +96,7 @@ void run_coverage(const Forward& forward, const Backward& backward, const Sizes&
   launch_forward(f, launch);
   CoverageBackward b = {backward, h};
   b.log_weights = b.grad_log_weights = f.log_weights;
-  if (additive) b.grad_filters = make.tensor(h.filters_count, h.channels * h.width);
+  if (additive) b.grad_filters = make.tensor(h.filters_count, h.channels * h.taps);
   if (additive) b.grad_projection = make.tensor(b.A, h.filters_count);
   for (View* x : {&b.grad_coverage_out, &b.grad_inverse_fertility, &b.grad_coverage_in, &b.grad_previous})
     *x = make.tensor(1, b.Tk);
