@@ -53,7 +53,7 @@ BUDGETS = {
         f"{kernel}<{dtype}{cell}>": (64, 0)
         for dtype in DTYPES[:2]
         for kernel, cells in (
-            ("move_states", 3), ("move_back_states", 3), ("reach_first", 0),
+            ("cell_step", 3), ("cell_step_backward", 3), ("reach_first", 0),
             ("attentional_backward", 0), ("clear_padding", 0),
         )
         for cell in ([f", {x}" for x in range(cells)] or [""])

@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 import torch
 from integrations import reference_projects
-from integrations.common import compare, operators, real
+from integrations.common import compare, operators, real, serve
 from integrations.reference_projects import (
     MAX_LENGTH,
     AttnDecoderRNN,
@@ -193,10 +193,14 @@ def dtypes(kind):
     return (torch.float32,) if kind in FLOAT else (torch.float64, torch.float32)
 
 
-def served(plain, left=""):
-    """Return a copy that is replaced, its own code left for the reason given."""
+def served(plain, left=None):
+    """Return a copy that is replaced; with ``left`` it is compared, and left alone for a reason.
+
+    The other tests serve decoders that are compared in test_decoder.
+    """
     decoder = copy.deepcopy(plain)
-    report = attnfast.replace(decoder)
+    report = serve(decoder) if left is None else attnfast.replace(decoder)
+    left = left or ""
     [found] = [x for x in report.found if x.path == ""]
     assert left in found.skip_reason and bool(found.skip_reason) == bool(left), report
     return decoder
@@ -331,8 +335,7 @@ def test_inner_hooks(kind, name):
     """Before, the decoder is left alone; afterwards its own code runs, and they are called."""
     make, use, _ = KINDS[kind]
     plain = make()
-    with mock.patch("attnfast.integrations.replace.judge", return_value=(None, [])):
-        decoder, calls = served(plain), []  # as test_decoder has compared it
+    decoder, calls = served(plain), []
     decoder.get_submodule(name).register_forward_hook(lambda *_: calls.append(1))
     assert operators(decoder, use) == 0 and calls
     plain.get_submodule(name).register_forward_hook(print)
@@ -386,7 +389,7 @@ def test_half_types_and_other_backends_are_left_alone():
 def test_attention_that_is_served_already():
     decoder = tutorial()
     attnfast.replace(decoder.attention)
-    assert operators(served(decoder), translate) > 0
+    assert operators(served(decoder, left=""), translate) > 0
 
 
 def test_other_layers_and_scores_are_left_alone():
@@ -466,7 +469,7 @@ class LastLayer(AttnDecoderRNN):
 def test_decoders_of_a_usual_size_are_served(kind):
     """Rounding grows from step to step, with larger parameters above all."""
     torch.manual_seed(0)
-    served(initialised(KINDS[kind][0](size=256, words=1000)))
+    served(initialised(KINDS[kind][0](size=256, words=1000)), left="")
 
 
 def test_states_of_another_shape_are_for_its_own_code():
@@ -551,7 +554,7 @@ def test_a_model_that_draws_other_random_numbers_is_left_alone():
 
 def test_a_comparison_draws_none_of_the_callers_random_numbers():
     model, state = bentrevett(), random.getstate()
-    served(model)
+    served(model, left="")
     assert random.getstate() == state
 
 

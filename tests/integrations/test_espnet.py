@@ -15,6 +15,7 @@ from integrations.common import (
     real,
     same_after_training,
     same_training_step,
+    serve,
 )
 
 import attnfast
@@ -286,7 +287,7 @@ SHAPES = [("lstm", 1, False), ("gru", 3, True)]
 def test_decoder(name, rnn, layers, residual):
     plain = decoder(name, rnn, layers, residual)
     compare(plain, read, WHOLE[name])
-    attnfast.replace(plain)
+    serve(plain)
     assert operators(plain, read) == 4, "all targets but those of one word"
 
 
@@ -300,7 +301,7 @@ def test_decoder_with_dropout(layers):
     """Of queries and of the states of all layers: with the same random numbers."""
     plain = decoder("AttLoc", layers=layers, dropout=0.3)
     compare(plain, read)
-    attnfast.replace(plain)
+    serve(plain)
     assert operators(plain.train(), read) == 4
 
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from integrations.common import compare, greedy_tokens, real, same_training_step
+from integrations.common import compare, greedy_tokens, real, same_training_step, serve
 
 import attnfast
 
@@ -123,7 +123,7 @@ def test_dropout(input_feeding, drops):
     torch.manual_seed(0)
     plain = make_decoder(num_layers=2, dropout=0.2, input_feeding=input_feeding, **drops)
     compare(plain, unroll)
-    attnfast.replace(plain)
+    serve(plain)
     inputs = torch.randn(2, 3, 5), torch.randn(2, 4, 6), torch.randn(2, 6), torch.ones(2, 1, 4), 3
     assert "recurrent layer: cpu" in str(attnfast.explain(plain.train(), *inputs))
 

@@ -13,6 +13,7 @@ from integrations.common import (
     real,
     same_after_training,
     same_training_step,
+    serve,
 )
 
 import attnfast
@@ -138,7 +139,7 @@ CELLS = [("gru", 1), ("lstm", 2), ("rnn", 3)]
 def test_decoder(kind, rnn, layers):
     plain = decoder(rnn, kind, layers)
     compare(plain, read)
-    attnfast.replace(plain)
+    serve(plain)
     assert operators(plain, read) == 8, "all targets but those of one word"
 
 
@@ -152,7 +153,7 @@ def test_decoder_with_location_features(rnn, layers):
     """Its own code cuts the gradients of the weights before."""
     plain = decoder(rnn, "location", layers)
     compare(plain, read, (torch.float32,))
-    attnfast.replace(plain)
+    serve(plain)
     assert operators(plain, read) == 8
 
 
@@ -161,7 +162,7 @@ def test_decoder_with_dropout(kind):
     """Of inputs, of what is fed to them, and between layers: with the same random numbers."""
     plain = decoder("lstm", kind, 2, dropout=0.3)
     compare(plain, read, KINDS[kind][2])
-    attnfast.replace(plain)
+    serve(plain)
     assert operators(plain.train(), read) == 8
 
 

@@ -13,6 +13,7 @@ from integrations.common import (
     preparations,
     same_after_training,
     same_training_step,
+    serve,
 )
 from integrations.reference_projects import (
     MellotronAttention,
@@ -129,7 +130,7 @@ def test_decoder(project):
     """The prenet drops features with the same random numbers, in evaluation too."""
     plain = DECODERS[project]()
     compare(plain, speak)
-    attnfast.replace(plain)
+    serve(plain)
     assert operators(plain, speak) == 6, "all targets but those of one frame"
 
 
@@ -143,7 +144,7 @@ def test_decoder_with_dropout(project):
     """Of the states of both layers: with the same random numbers."""
     plain = DECODERS[project](0.3)
     compare(plain, speak)
-    attnfast.replace(plain)
+    serve(plain)
     assert operators(plain.train(), speak) == 6
 
 

@@ -81,7 +81,7 @@ class SoftAttention:
 
 
 class PointerGenerator:
-    """The same, and log(p softmax(W [h; c]) + (1 - p) copies), p = σ(w · [c; h; x])."""
+    """log(p softmax(W [h; c]) + (1 - p) copies), p = σ(w · [c; h; x]), of the same steps."""
 
     def greedy_decode_train_validate(
         self, source, source_encoded, source_mask, *, target=None, features_encoded=None,
