@@ -383,12 +383,12 @@ def test_a_recurrent_layer_takes_no_packed_weights(recurrent):
     ("term", "argument", "reason"),
     [
         ("past", "coverage", "without a history"),
-        ("stack", "weight_ih_upper", "one recurrent layer at a time"),
-        ("dropout of output", "dropout_output", "dropout of no step alone"),
-        ("dropout of state", "dropout_state", "dropout of no step alone"),
-        ("dropout of query", "dropout_query", "dropout of no step alone"),
-        ("dropout of feed", "dropout_feed", "dropout of no step alone"),
-        ("dropout of joined", "dropout_joined", "dropout of no step alone"),
+        ("stack", "weight_ih_upper", "one recurrent layer"),
+        ("dropout of output", "dropout_output", "dropout that changes from step to step"),
+        ("dropout of state", "dropout_state", "dropout that changes from step to step"),
+        ("dropout of query", "dropout_query", "dropout that changes from step to step"),
+        ("dropout of feed", "dropout_feed", "dropout that changes from step to step"),
+        ("dropout of joined", "dropout_joined", "dropout that changes from step to step"),
     ],
 )
 def test_what_a_recurrent_layer_has_not(term, argument, reason, recurrent):

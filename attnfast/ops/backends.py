@@ -212,7 +212,7 @@ class Cuda(Backend):
         if request.history:
             return "its recurrent layers attend without a history"
         if request.stack:
-            return "it has one recurrent layer at a time, and dropout of no step alone"
+            return "it runs one recurrent layer, without dropout that changes from step to step"
         return super().unsupported_reason(request)
 
     def rank(self, request: DispatchKey) -> float:

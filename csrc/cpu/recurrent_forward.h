@@ -86,10 +86,11 @@ class Forwards {
   const LayerPlan& plan;
   Member& member;
   const Packed<C> packed;
-  C* masked[2];             // states times the dropout, of even and odd steps
-  C* lifted;                // states times the dropout between layers, or null
-  C *asked, *fed, *joined;  // of this step: states that become queries, fed vectors and [context; state]
-                            // times their dropouts, or null
+  C* masked[2];  // states times the dropout, of even and odd steps
+  C* lifted;     // states times the dropout between layers, or null
+  // Of this step, times their dropouts, or null: states that become queries, fed vectors, and
+  // [context; state].
+  C *dropped_query, *dropped_feed, *dropped_joined;
   void* features;
   char* own;
   const int64_t gates, units;
@@ -100,15 +101,15 @@ class Forwards {
       : Forwards(a, plan, member, Packed<C>::of(a, room), own) {
     for (C*& x : masked) x = a.dropout.data ? room.take(a.layers * a.B * a.H) : nullptr;
     if (a.dropout_between.data) lifted = room.take((a.layers - 1) * a.B * a.H);
-    if (a.dropout_query.data) asked = room.take(a.B * a.H);
-    if (a.dropout_feed.data) fed = room.take(a.B * a.F);
-    if (a.dropout_joined.data) joined = room.take(a.B * (a.Dv + a.H));
+    if (a.dropout_query.data) dropped_query = room.take(a.B * a.H);
+    if (a.dropout_feed.data) dropped_feed = room.take(a.B * a.F);
+    if (a.dropout_joined.data) dropped_joined = room.take(a.B * (a.Dv + a.H));
     features = take_features(a.attention, a.attention, false, room);
   }
   Forwards(const RecurrentForward& a, const LayerPlan& plan, Member& member, const Packed<C>& packed,
            void* own)
-      : a(a), plan(plan), member(member), packed(packed), masked{}, lifted(nullptr), asked(nullptr),
-        fed(nullptr), joined(nullptr), features(nullptr), own(static_cast<char*>(own)),
+      : a(a), plan(plan), member(member), packed(packed), masked{}, lifted(nullptr), dropped_query(nullptr),
+        dropped_feed(nullptr), dropped_joined(nullptr), features(nullptr), own(static_cast<char*>(own)),
         gates(gates_of(a.cell)), units(panels<C>(a.H)), sums(saved_of(a.cell) ? a.gates : a.states) {}
 
   void run() {
@@ -159,7 +160,8 @@ class Forwards {
   }
 
   void attend(int64_t t) {
-    if (asked) drop(t, a.dropout_query, 0, a.H, {asked, a.H}, [&](int64_t b) { return query_state(b, t); });
+    if (dropped_query)
+      drop(t, a.dropout_query, 0, a.H, dropped_query, a.H, [&](int64_t b) { return query_state(b, t); });
     if (a.queries.data)
       member.share(blocks(a, plan, panels<C>(a.A)),
                    [&](int64_t item) { project(t, Block(a, plan, item)); });
@@ -207,7 +209,8 @@ class Forwards {
     const bool projects = a.weight_query.data;
     alignas(64) C x[kMostBatch * kPanel<C>];
     clear(x, block.rows * kPanel<C>);
-    const Sources<C> from = asked ? Sources<C>{asked + block.b * a.H, a.H} : query_state(block.b, t);
+    const Sources<C> from =
+        dropped_query ? Sources<C>{dropped_query + block.b * a.H, a.H} : query_state(block.b, t);
     if (projects)
       multiply_panel(from.data, from.stride, 1, block.rows, a.H, packed.query.at(block.panel), x);
     for (int64_t r = 0; r < block.rows; ++r)
@@ -219,21 +222,21 @@ class Forwards {
       });
   }
 
-  // Write n features of every sequence, times those of a mask of step t from `first` on, to rows.
+  // Write n features of every sequence, times those of a mask of step t from `first` on, to the rows
+  // of out.
   template <class From>
-  void drop(int64_t t, const View& mask, int64_t first, int64_t n, const Sources<C>& rows,
+  void drop(int64_t t, const View& mask, int64_t first, int64_t n, C* out, int64_t stride,
             const From& from) {
     member.share(a.B, [&](int64_t b) {
       const C *const x = from(b).data, *const factor = row<C>(mask, b, t) + first;
-      C* const out = const_cast<C*>(rows.data) + b * rows.stride;
-      for (int64_t i = 0; i < n; ++i) out[i] = x[i] * factor[i];
+      for (int64_t i = 0; i < n; ++i) out[b * stride + i] = x[i] * factor[i];
     });
   }
 
   void update_states(int64_t t, int64_t layer) {
     const Level level = level_of<C>(a, layer);
-    if (fed && !layer && read(t, 0, 0).data)
-      drop(t, a.dropout_feed, 0, a.F, {fed, a.F}, [&](int64_t b) { return read(t, 0, b); });
+    if (dropped_feed && !layer && read(t, 0, 0).data)
+      drop(t, a.dropout_feed, 0, a.F, dropped_feed, a.F, [&](int64_t b) { return read(t, 0, b); });
     by_cell(a.cell, [&](auto known) {
       member.share(blocks(a, plan, units),
                    [&](int64_t item) { update_block(known, t, layer, level, Block(a, plan, item)); });
@@ -257,7 +260,7 @@ class Forwards {
     for (auto& gate : x) clear(gate, block.rows * P);
     const Sources<C> state = t ? of_step<C>(level.states, b, t - 1) : of_step<C>(level.hidden, b, 0);
     Sources<C> below = read(t, layer, b);
-    if (fed && !layer && below.data) below = {fed + b * a.F, a.F};
+    if (dropped_feed && !layer && below.data) below = {dropped_feed + b * a.F, a.F};
     Sources<C> seen = state;
     if (a.dropout.data) seen = {masked[t % 2] + (layer * a.B + b) * a.H, a.H};
     const Panels<C>& of_fed = layer ? packed.above : packed.fed;
@@ -319,18 +322,19 @@ class Forwards {
     const int64_t width = a.Dv + a.H;
     const auto context_of = [&](int64_t b) { return of_step<C>(a.contexts, b, t); };
     const auto state_of = [&](int64_t b) { return of_step<C>(last_level<C>(a).states, b, t); };
+    C* const joined = dropped_joined;
     if (joined) {
-      drop(t, a.dropout_joined, 0, a.Dv, {joined, width}, context_of);
-      drop(t, a.dropout_joined, a.Dv, a.H, {joined + a.Dv, width}, state_of);
+      drop(t, a.dropout_joined, 0, a.Dv, joined, width, context_of);
+      drop(t, a.dropout_joined, a.Dv, a.H, joined + a.Dv, width, state_of);
     }
     member.share(blocks(a, plan, packed.output.count), [&](int64_t item) {
       const Block block(a, plan, item);
       const int64_t first = block.panel * kPanel<C>;
       alignas(64) C x[kMostBatch * kPanel<C>];
       clear(x, block.rows * kPanel<C>);
-      const Sources<C> dropped = {joined + block.b * width, width},
-                       context = joined ? dropped : context_of(block.b),
-                       state = joined ? Sources<C>{dropped.data + a.Dv, width} : state_of(block.b);
+      const C* const dropped = joined ? joined + block.b * width : nullptr;
+      const Sources<C> context = joined ? Sources<C>{dropped, width} : context_of(block.b),
+                       state = joined ? Sources<C>{dropped + a.Dv, width} : state_of(block.b);
       multiply_panel(context.data, context.stride, 1, block.rows, a.Dv, packed.context.at(block.panel), x);
       multiply_panel(state.data, state.stride, 1, block.rows, a.H, packed.output.at(block.panel), x);
       for (int64_t r = 0; r < block.rows; ++r)

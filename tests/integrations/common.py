@@ -158,7 +158,7 @@ def same_types_under_autocast(plain, served, run):
 def preparations(module, run):
     """Return how often the served module prepares a memory, or its filters, in ``run``."""
     served = copy.deepcopy(module).float().train()
-    assert serve(served).replaced
+    assert attnfast.replace(served).replaced
     with mock.patch.object(
         DeferredKeyGradients, "apply", wraps=DeferredKeyGradients.apply
     ) as apply:
