@@ -264,7 +264,7 @@ class Call:
         return args["score_vector"] is not None if sizes["K"] else "into" not in self.name
 
     def lacks(self, p: str) -> bool:
-        """Whether the argument that another one needs is absent."""
+        """Return whether the argument that p needs is absent."""
         return self.args[NEEDS[p]] is None or self.args[NEEDS[p]] is False
 
     def __str__(self) -> str:

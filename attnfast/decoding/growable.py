@@ -48,11 +48,8 @@ class GrowableBuffer:
     def key_exponentials(self, rows: int, backend: str, score: str) -> Tensor | None:
         """Return the exponentials of the first ``rows`` keys; each is computed once."""
         if self._exponentials_for != (backend, score):
-            self._exponentials, self._exponentials_rows, self._exponentials_for = (
-                None,
-                0,
-                (backend, score),
-            )
+            self._exponentials, self._exponentials_rows = None, 0
+            self._exponentials_for = backend, score
         start = self._exponentials_rows
         if start < rows and (start == 0 or self._exponentials is not None):
             x = BACKENDS[backend].key_exponentials(

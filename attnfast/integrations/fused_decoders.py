@@ -166,6 +166,7 @@ def run_decoder(
     attention: Any = kind.__new__(kind)  # all its parameters are given: none are drawn at random
     nn.Module.__init__(attention)
     of_query = nn.Identity() if query_proj is None else query_proj
+    # the temperature scales every score: with a history there is no other scale
     given = {"query_proj": of_query, "scale": 1.0, "temperature": 1 / scale}
     for name, value in {**given, "normalisation": "softmax", **(terms or {})}.items():
         setattr(attention, name, value)

@@ -262,7 +262,7 @@ size_t bytes_of_features(const Problem& a, const History& h, bool back) {
   return (size_t)room.next;
 }
 template <class C>
-size_t bytes_kept(const CoverageBackward& a) {
+size_t bytes_of_sums(const CoverageBackward& a) {
   Scratch<C> nowhere{nullptr}, room{nullptr};
   BackwardBuffers<C>(a, nowhere).take_sums(room);
   return (size_t)room.next;
@@ -314,7 +314,7 @@ extern const CoverageKernels coverage = {
         },
     .sums_size =
         [](const CoverageBackward& a) {
-          return a.dtype == Dtype::f64 ? bytes_kept<double>(a) : bytes_kept<float>(a);
+          return a.dtype == Dtype::f64 ? bytes_of_sums<double>(a) : bytes_of_sums<float>(a);
         },
     .pack_parameters =
         [](const Problem& a, const History& h, bool back) {

@@ -88,7 +88,7 @@ class Forwards {
   const Packed<C> packed;
   C* masked[2];  // states times the dropout, of even and odd steps
   C* lifted;     // states times the dropout between layers, or null
-  // Of this step, times their dropouts, or null: states that become queries, fed vectors, and
+  // Rows of a step times their dropout, or null: states that become queries, fed vectors, and
   // [context; state].
   C *dropped_query, *dropped_feed, *dropped_joined;
   void* features;

@@ -298,7 +298,7 @@ def test_decoder_trains(name):
 
 @pytest.mark.parametrize("layers", [1, 3])
 def test_decoder_with_dropout(layers):
-    """Of queries and of the states of all layers: with the same random numbers."""
+    """Queries and the states of all layers are dropped by the same random numbers."""
     plain = decoder("AttLoc", layers=layers, dropout=0.3)
     compare(plain, read)
     serve(plain)

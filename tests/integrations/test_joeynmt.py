@@ -119,7 +119,7 @@ DROPS = [{"emb_dropout": 0.4}, {"hidden_dropout": 0.3}]
 @pytest.mark.parametrize("drops", [*DROPS, DROPS[0] | DROPS[1], {"hidden_dropout": 1.0}])
 @pytest.mark.parametrize("input_feeding", [True, False])
 def test_dropout(input_feeding, drops):
-    """Of words and vectors that are fed, and of what an attentional vector is computed from."""
+    """Words, fed vectors and the inputs of attentional vectors are dropped alike."""
     torch.manual_seed(0)
     plain = make_decoder(num_layers=2, dropout=0.2, input_feeding=input_feeding, **drops)
     compare(plain, unroll)

@@ -159,7 +159,7 @@ def test_decoder_with_location_features(rnn, layers):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_decoder_with_dropout(kind):
-    """Of inputs, of what is fed to them, and between layers: with the same random numbers."""
+    """Inputs, fed contexts and the layers' outputs are dropped by the same random numbers."""
     plain = decoder("lstm", kind, 2, dropout=0.3)
     compare(plain, read, KINDS[kind][2])
     serve(plain)

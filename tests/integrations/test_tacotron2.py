@@ -141,7 +141,7 @@ def test_decoder_trains(project):
 
 @pytest.mark.parametrize("project", DECODERS)
 def test_decoder_with_dropout(project):
-    """Of the states of both layers: with the same random numbers."""
+    """The states of both layers are dropped by the same random numbers."""
     plain = DECODERS[project](0.3)
     compare(plain, speak)
     serve(plain)

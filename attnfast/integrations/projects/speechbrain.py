@@ -156,11 +156,7 @@ def decode(decoder, draw):
         B, Tk = len(lengths), max(lengths)
         ends = draw.numbers(*lengths).to(draw.dtype) / Tk
         for T in draw.steps(4, 1, 2):
-            inputs = draw(B, T, features), draw(B, Tk, source), ends
-            yield decoder(*inputs)
-            with torch.no_grad():  # where location features are served, too
-                out = decoder(*inputs)
-            yield out
+            yield decoder(draw(B, T, features), draw(B, Tk, source), ends)
 
 
 def why_not_decoded(decoder, located):
