@@ -53,9 +53,6 @@ __all__ = [
     "dot_attention",
 ]
 
-#: How the scores of attention with a history become weights.
-NORMALISATIONS = ("softmax", "sigmoid")
-
 
 def _attend(
     call: AttentionInputs,
@@ -113,6 +110,7 @@ def additive_attention(
     position: Position = None,
     sigma: float | Tensor | None = None,
     temperature: float = 1.0,
+    normalisation: str = "softmax",
     need_weights: bool | str = False,
     need_statistics: bool = False,
     backend: str | None = None,
@@ -151,6 +149,11 @@ def additive_attention(
             −(j − p_i)² / 2σ² to the score; a positive number, or a tensor with the shapes of
             ``position``, differentiable.
         temperature: T > 0 divides score, bias and prior.
+        normalisation: how scores become weights: ``"softmax"``; or, with weights that are exactly
+            0, whose keys cost nothing in the backward, ``"sparsemax"`` (Martins and Astudillo, ICML
+            2016, arXiv:1602.02068), the distribution nearest to e, or the smoother ``"entmax15"``
+            (Peters, Niculae and Martins, ACL 2019, arXiv:1905.05702),
+            :math:`\alpha_{ij} = \max(0, e_{ij} / 2 - \tau_i)^2`.
         need_weights: return the weights; otherwise they are None. A span's may be compact, with a
             column for each key that a row sees (see :class:`attnfast.Span`); ``"dense"`` spreads
             them over all keys, ``"sparse"`` makes a ``torch.sparse_coo`` tensor.
@@ -163,12 +166,12 @@ def additive_attention(
     Returns:
         ``context [B, Tq, Dv]`` and ``weights [B, Tq, Tk]`` or None, in the query's dtype: an
         :class:`attnfast.AttentionOutput`, whose attribute ``log_sum_exp [B, Tq]`` is
-        log Σ_j exp(e_ij), float32 (float64 for float64), and whose ``statistics`` are those of
-        ``need_statistics``, in that dtype, or None. With a list of spans the weights are a list
-        too, one ``[B, Tq, W]`` for each head. A row that may see no key has context 0, weights 0,
-        log-sum-exp −inf, statistics 0 and gradients 0. With heads the context has the query's
-        memory layout, as in ``scaled_dot_product_attention``: for a query transposed from
-        ``[B, Tq, H, A]`` the context can be transposed back without a copy.
+        log Σ_j exp(e_ij), float32 (float64 for float64), None unless softmax, and whose
+        ``statistics`` are those of ``need_statistics``, in that dtype, or None. With a list of
+        spans the weights are a list too, one ``[B, Tq, W]`` for each head. A row that may see no
+        key has context 0, weights 0, log-sum-exp −inf, statistics 0 and gradients 0. With heads the
+        context has the query's memory layout, as in ``scaled_dot_product_attention``: for a query
+        transposed from ``[B, Tq, H, A]`` the context can be transposed back without a copy.
 
     For all finite q and k, each tanh has an absolute error of at most 4e-7 (float64: a few ulp), so
     that the error of a score is at most 4e-7·Σ|w| plus the rounding of its sum: about the error of
@@ -197,7 +200,7 @@ def additive_attention(
     check_tensor("score_vector", score_vector)
     call = AttentionInputs(
         query, key, value, score_vector, bias, mask, lengths, score=check_activation(activation),
-        need_statistics=check_flag("need_statistics", need_statistics),
+        normalisation=normalisation, need_statistics=check_flag("need_statistics", need_statistics),
     )  # fmt: skip
     return _attend(call, span, position, sigma, temperature, need_weights, backend)
 
@@ -215,6 +218,7 @@ def dot_attention(
     position: Position = None,
     sigma: float | Tensor | None = None,
     temperature: float = 1.0,
+    normalisation: str = "softmax",
     need_weights: bool | str = False,
     need_statistics: bool = False,
     backend: str | None = None,
@@ -236,6 +240,7 @@ def dot_attention(
         span, position, sigma: the keys that a row may see, the rows' positions among the keys, and
             the standard deviation of a Gaussian prior around them.
         temperature: T > 0.
+        normalisation: ``"softmax"``, ``"sparsemax"`` or ``"entmax15"``.
         need_weights, need_statistics: return weights, or :class:`attnfast.RowStatistics`.
         backend: None for the fastest that can run, or its name.
 
@@ -254,7 +259,7 @@ def dot_attention(
     """
     call = AttentionInputs(
         query, key, value, None, bias, mask, lengths, scale=scale,  # type: ignore[arg-type]
-        need_statistics=check_flag("need_statistics", need_statistics),
+        normalisation=normalisation, need_statistics=check_flag("need_statistics", need_statistics),
     )  # fmt: skip
     return _attend(call, span, position, sigma, temperature, need_weights, backend)
 
@@ -290,8 +295,8 @@ def additive_score(
 ) -> Tensor:
     r"""Compute the additive scores alone, :math:`e_{ij} = w^\top \tanh(q_i + k_j)`, for all pairs.
 
-    For weights that are no softmax of the scores: normalised sigmoids, sparsemax, clipped scores of
-    a pointer network. Only the scores are stored, never the features ``[B, Tq, Tk, A]``. Mask the
+    For weights that no attention function computes, such as those of a pointer network's clipped
+    scores. Only the scores are stored, never the features ``[B, Tq, Tk, A]``. Mask the
     scores of padding afterwards.
 
     Args:
@@ -413,12 +418,6 @@ def coverage_call(
     call = fold_scale(call)
     check_history(call, "previous" if log_previous is None else "log_previous")
     return call
-
-
-def is_sigmoid(normalisation: str) -> bool:
-    """Return whether weights are normalised sigmoids of the scores; raise if neither is known."""
-    check_choice("normalisation", normalisation, NORMALISATIONS)
-    return normalisation == "sigmoid"
 
 
 def logarithm(weights: Tensor) -> Tensor:
@@ -583,7 +582,7 @@ def coverage_attention(
     call = CoverageInputs(
         query, key, value, score_vector, bias, mask, lengths, filters, projection,
         penalty, fertility, transition_prob, coverage, previous, scale, score,  # type: ignore[arg-type]
-        is_sigmoid(normalisation),
+        normalisation,
     )  # fmt: skip
     return run_coverage(
         call, temperature, coverage_weight, channels, log_previous, need_weights, backend

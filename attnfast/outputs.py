@@ -56,8 +56,8 @@ class AttentionOutput(_Result):
 
     Attributes:
         log_sum_exp: log Σ_j exp(e_ij) ``[B, (H,) Tq]``, float32 (float64 for float64), −inf for
-            a row that sees no key.
-        statistics: :class:`RowStatistics` of the weights in log_sum_exp's dtype; None unless
+            a row that sees no key. None unless the weights are a softmax.
+        statistics: :class:`RowStatistics` of the weights, in the same dtype; None unless
             requested.
 
     Example:
@@ -68,7 +68,7 @@ class AttentionOutput(_Result):
         (True, torch.Size([2, 3]))
     """
 
-    log_sum_exp: Tensor
+    log_sum_exp: Tensor | None
     _statistics: Tensor | None = None  # [B, (H,) Tq, 5]
 
     @property
@@ -101,7 +101,7 @@ class AttentionOutput(_Result):
         return attention_result(
             self.context.squeeze(-2),
             None if weights is None else weights.squeeze(-2),
-            self.log_sum_exp.squeeze(-1),
+            None if self.log_sum_exp is None else self.log_sum_exp.squeeze(-1),
             None if statistics is None else statistics.squeeze(-2),
         )
 
@@ -172,7 +172,7 @@ keep_in_pytrees(RecurrentOutput, "states", "contexts", "weights")
 
 
 def attention_result(
-    context: Tensor, weights: Any, log_sum_exp: Tensor, statistics: Tensor | None = None
+    context: Tensor, weights: Any, log_sum_exp: Tensor | None, statistics: Tensor | None = None
 ) -> AttentionOutput:
     """Return a result of attention."""
     result = AttentionOutput((context, weights))

@@ -10,6 +10,9 @@ namespace attnfast {
 
 enum class Dtype { f32, f64, f16, bf16 };
 
+// How scores become weights; launch.h has their names. A sigmoid is divided by the row's sum.
+enum class Normalisation { softmax, sigmoid, sparsemax, entmax15 };
+
 // A tensor [B, H, rows, columns], strides in elements; data is null if an argument is absent.
 struct View {
   void* data = nullptr;
@@ -20,6 +23,7 @@ struct View {
 struct Problem {
   Dtype dtype;
   Score score;
+  Normalisation normalisation;  // sigmoid: with a history; sparsemax, entmax15: CPU, without one
   double scale;
   int64_t B, H, Tq, Tk, A, Dv;
   View query, key, value;  // column stride 1

@@ -111,6 +111,13 @@ Tensor empty_rows(const Tensor& x, int64_t columns, ScalarType dtype) {
   return empty(x.device(), sizes, dtype, order);
 }
 
+Normalisation normalisation_of(const std::string& name) {
+  constexpr const char* kNames[] = {"softmax", "sigmoid", "sparsemax", "entmax15"};
+  for (int i = 0; i < 4; ++i)
+    if (name == kNames[i]) return Normalisation{i};
+  throw std::runtime_error("normalisation must be one that csrc/launch.h lists, got " + name);
+}
+
 // The rules that check arguments against an operator's first one, which has batch and heads in
 // front of its last two sizes. attnfast.ops.arguments rejects the same arguments and explains the
 // error.
@@ -165,6 +172,15 @@ class ArgumentChecker {
   // As rows, but any size may be 1.
   bool terms(const Optional& x, Types types, Sizes wanted) const {
     return !x || (placed(*x, types) && begins(*x, true) && ends(*x, lead, wanted, true));
+  }
+
+  // With a history, a softmax, or a sigmoid unless it has a transition; without one, a softmax, or,
+  // on the CPU, one with weights of 0.
+  bool normalises(const std::string& name, bool history = false, bool transition = false) const {
+    const Normalisation chosen = normalisation_of(name);
+    if (chosen == Normalisation::softmax) return true;
+    return history ? chosen == Normalisation::sigmoid && !transition
+                   : chosen != Normalisation::sigmoid && first.is_cpu();
   }
 
   // Parameters: these sizes for each head, or once for all heads.
@@ -331,6 +347,7 @@ void fill_problem(const Arguments& given, const AttentionChecker& fit, Problem& 
   if (given.score_vector)
     a.score_vector = view_of_parameters(*given.score_vector, given.score_vector->dim() == 2, keep);
   a.lengths = lengths_of(given.lengths, fit, fit.Tk, keep);
+  a.normalisation = normalisation_of(given.normalisation);
   if constexpr (requires { given.key_bounds; }) {
     a.compact = given.columns > 0;
     if (const Optional& bounds = given.key_bounds) {

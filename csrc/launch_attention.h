@@ -19,13 +19,14 @@ void run_scores(const Forward&, const Tensor& query);
   X(int64_t, columns, between, 0, given.key_bounds ? Tk : 0) \
   X(Optional, key_exponentials, exponentials, given.score)
 
-#define ATTNFAST_ATTENTION(X)   \
-  ATTNFAST_KEYS(X)              \
-  ATTNFAST_TERMS(X)             \
-  ATTNFAST_LENGTHS(X)           \
-  ATTNFAST_SPAN(X)              \
-  ATTNFAST_SCORE(X)             \
-  X(bool, need_statistics, any) \
+#define ATTNFAST_ATTENTION(X)               \
+  ATTNFAST_KEYS(X)                          \
+  ATTNFAST_TERMS(X)                         \
+  ATTNFAST_LENGTHS(X)                       \
+  ATTNFAST_SPAN(X)                          \
+  ATTNFAST_SCORE(X)                         \
+  X(std::string, normalisation, normalises) \
+  X(bool, need_statistics, any)             \
   X(bool, need_weights, any)
 
 #define ATTNFAST_ATTENTION_BACKWARD(X)                 \
@@ -38,6 +39,7 @@ void run_scores(const Forward&, const Tensor& query);
   X(Tensor, weights, rows, sum_dtype, {Tq, W})         \
   X(Optional, grad_score, rows, sum_dtype, {Tq, W})    \
   ATTNFAST_SCORE(X)                                    \
+  X(std::string, normalisation, normalises)            \
   X(bool, need_grad_query, any)                        \
   X(bool, need_grad_key, any)                          \
   X(bool, need_grad_score, any)

@@ -26,7 +26,7 @@ int64_t grad_score_vector_parts(const Problem&);  // see launch_attention.h; wit
   ATTNFAST_LENGTHS(X)        \
   ATTNFAST_HISTORY(X)        \
   ATTNFAST_SCORE(X)          \
-  X(bool, sigmoid, any)
+  X(std::string, normalisation, normalises, true, given.transition_prob.has_value())
 
 #define ATTNFAST_COVERAGE_SAVED(X)                                              \
   X(Tensor, grad_context, rows, dtype, {Tq, Dv})                                \
@@ -39,26 +39,26 @@ int64_t grad_score_vector_parts(const Problem&);  // see launch_attention.h; wit
   ATTNFAST_HISTORY(X)                                                           \
   X(Tensor, weights, rows, sum_dtype, {Tq, Tk})                                 \
   X(Tensor, log_weights, present_with, given.transition_prob, {Tq, Tk})         \
-  X(Tensor, sigmoid_sum, present_if, given.sigmoid, {Tq})
+  X(Tensor, sigmoid_sum, present_if, given.normalisation == "sigmoid", {Tq})
 
-#define ATTNFAST_COVERAGE_BACKWARD(X) \
-  ATTNFAST_COVERAGE_SAVED(X)          \
-  ATTNFAST_SCORE(X)                   \
-  X(bool, sigmoid, any)               \
-  X(bool, need_grad_query, any)       \
-  X(bool, need_grad_key, any)         \
-  X(bool, need_grad_score, any)       \
+#define ATTNFAST_COVERAGE_BACKWARD(X)                                                \
+  ATTNFAST_COVERAGE_SAVED(X)                                                         \
+  ATTNFAST_SCORE(X)                                                                  \
+  X(std::string, normalisation, normalises, true, given.transition_prob.has_value()) \
+  X(bool, need_grad_query, any)                                                      \
+  X(bool, need_grad_key, any)                                                        \
+  X(bool, need_grad_score, any)                                                      \
   X(bool, need_grad_filters, any)
 
-#define ATTNFAST_COVERAGE_BACKWARD_INTO(X)                 \
-  ATTNFAST_COVERAGE_SAVED(X)                               \
-  X(Tensor, sum_key, packed_rows, {Tk, A})                 \
-  X(Tensor, sum_score_vector, packed_rows, {A})            \
-  X(Tensor, sum_filters, packed_rows, {K, channels, taps}) \
-  X(Tensor, sum_projection, packed_rows, {A, K})           \
-  ATTNFAST_SCORE(X)                                        \
-  X(bool, sigmoid, any)                                    \
-  X(bool, need_grad_query, any)                            \
+#define ATTNFAST_COVERAGE_BACKWARD_INTO(X)                                           \
+  ATTNFAST_COVERAGE_SAVED(X)                                                         \
+  X(Tensor, sum_key, packed_rows, {Tk, A})                                           \
+  X(Tensor, sum_score_vector, packed_rows, {A})                                      \
+  X(Tensor, sum_filters, packed_rows, {K, channels, taps})                           \
+  X(Tensor, sum_projection, packed_rows, {A, K})                                     \
+  ATTNFAST_SCORE(X)                                                                  \
+  X(std::string, normalisation, normalises, true, given.transition_prob.has_value()) \
+  X(bool, need_grad_query, any)                                                      \
   X(bool, need_grad_score, any)
 
 // The sizes of attention and those of the filters.
@@ -66,7 +66,7 @@ struct CoverageChecker : AttentionChecker, FilterSizes {
   template <class Arguments>
   explicit CoverageChecker(const Arguments& given) : AttentionChecker(given), FilterSizes(given, *this) {
     check(!given.transition_prob || given.previous, "previous");
-    check(!given.transition_prob || !given.sigmoid, "transition_prob");
+    check(!given.transition_prob || given.normalisation == "softmax", "transition_prob");
     if constexpr (requires { given.sum_key; }) check(K > 0, "filters");
   }
 
@@ -116,10 +116,10 @@ CoverageOutputs coverage_attention(const CoverageArguments& given) {
   const Tensor coverage = empty(query.device(), keys, fit.sum_dtype);
   const Tensor loss = empty(query.device(), {keys.begin(), keys.end() - 1}, fit.sum_dtype);
   const Tensor log_weights = empty_if(given.transition_prob.has_value(), query, rows, fit.sum_dtype);
-  const Tensor sigmoid_sum = empty_if(given.sigmoid, query, queries, fit.sum_dtype);
+  const Tensor sigmoid_sum = empty_if(given.normalisation == "sigmoid", query, queries, fit.sum_dtype);
   a.context = view(context);
   a.weights = view(weights);
-  if (given.sigmoid) a.sigmoid_sum = view(sigmoid_sum, false);
+  if (given.normalisation == "sigmoid") a.sigmoid_sum = view(sigmoid_sum, false);
   a.coverage_out = view(coverage, false);
   a.loss = View{data_or_sentinel(loss), a.H, 1};
   if (given.transition_prob) a.log_weights = view(log_weights);
@@ -201,7 +201,7 @@ CoverageGradients coverage_gradients(const Arguments& given) {
   const Tensor grad_score = empty(query.device(), shape(query, a.Tk), fit.sum_dtype);
   a.weights = view(weights);
   if (given.transition_prob) a.log_weights = view(log_weights);
-  if (given.sigmoid) a.sigmoid_sum = view(sigmoid_sum, false);
+  if (given.normalisation == "sigmoid") a.sigmoid_sum = view(sigmoid_sum, false);
   a.grad_score = view(grad_score);
   a.grad_score_returned = given.need_grad_score;
   put_gradients(given, a, keep);

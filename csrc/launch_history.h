@@ -58,7 +58,7 @@ void fill_history(const Arguments& given, const Sizes& fit, History& h, KeepAliv
   h.coverage_in = view_of_numbers(given.coverage, keep);
   h.previous = view_of_numbers(given.previous, keep);
   h.transition_prob = view_of_numbers(given.transition_prob, keep);
-  h.sigmoid = given.sigmoid;
+  h.sigmoid = given.normalisation == "sigmoid";
 }
 
 // The parts of the parameters' gradients, one or several for every sequence and head, which are

@@ -47,11 +47,12 @@ bool multiplies_narrow();
   X(Optional, transition_prob, sizes, dtype, {B, T})                      \
   X(Optional, coverage, sizes, dtype, {B, Tk})                            \
   X(Optional, previous, sizes, dtype, {B, Tk})
-#define ATTNFAST_LAYER_OPTIONS(X) \
-  X(std::string, mode, any)       \
-  X(bool, attends_first, any)     \
-  X(double, scale, any)           \
-  X(std::string, score, goes_with, given.key, given.score_vector)
+#define ATTNFAST_LAYER_OPTIONS(X)                                 \
+  X(std::string, mode, any)                                       \
+  X(bool, attends_first, any)                                     \
+  X(double, scale, any)                                           \
+  X(std::string, score, goes_with, given.key, given.score_vector) \
+  X(std::string, normalisation, fits_history, given)
 
 #define ATTNFAST_RECURRENT(X)                              \
   X(Tensor, input, sizes, dtype, {B, T, E})                \
@@ -61,7 +62,6 @@ bool multiplies_narrow();
   X(Optional, key_exponentials, exponentials, given.score) \
   X(Optional, packed, bytes)                               \
   ATTNFAST_LAYER_OPTIONS(X)                                \
-  X(bool, sigmoid, any)                                    \
   X(bool, detach_history, any)
 
 #define ATTNFAST_RECURRENT_BACKWARD(X)                                    \
@@ -84,9 +84,8 @@ bool multiplies_narrow();
   X(Tensor, queries, of_steps, has_queries, A)                            \
   X(Tensor, gates, of_layers, given.mode != "tanh", 4 * H)                \
   X(Tensor, log_weights, of_steps, given.transition_prob.has_value(), Tk) \
-  X(Tensor, sigmoid_sum, of_steps, given.sigmoid, 1)                      \
+  X(Tensor, sigmoid_sum, of_steps, given.normalisation == "sigmoid", 1)   \
   ATTNFAST_LAYER_OPTIONS(X)                                               \
-  X(bool, sigmoid, any)                                                   \
   X(bool, detach_history, any)                                            \
   X(bool, need_grad_input, any)                                           \
   X(bool, need_grad_parameters, any)                                      \
@@ -139,7 +138,6 @@ struct LayerChecker : ArgumentChecker, FilterSizes {
         needs(*x, given.coverage, "coverage");
       needs(given.coverage, given.previous, "previous");
       check(!given.coverage || !given.key_bounds, "key_bounds");
-      check(!given.sigmoid || (given.coverage && !given.transition_prob), "sigmoid");
     }
     if constexpr (requires { given.mask; }) needs(given.mask, given.key, "key");
     if constexpr (requires { given.dropout_between; }) {
@@ -184,6 +182,13 @@ struct LayerChecker : ArgumentChecker, FilterSizes {
 
   bool spans(const Optional& x) const {
     return !x || (placed(*x, ScalarType::Long) && begins(*x, true) && ends(*x, lead, {T, 2}, false));
+  }
+
+  template <class Arguments>
+  bool fits_history(const std::string& normalisation, const Arguments& given) const {
+    if constexpr (requires { given.coverage; })
+      return normalises(normalisation, given.coverage.has_value(), given.transition_prob.has_value());
+    else return normalises(normalisation);
   }
 
   // With several layers, these sizes for each layer; else exactly these sizes.
@@ -322,6 +327,7 @@ void put_attention(const Arguments& given, const LayerChecker& fit, const Layer&
                    KeepAlive& keep) {
   a.dtype = layer.dtype;
   a.score = score_of(given.score);
+  a.normalisation = normalisation_of(given.normalisation);
   a.scale = given.scale;
   a.B = layer.B;
   a.H = 1;
@@ -370,7 +376,7 @@ RecurrentOutputs results_of(const RecurrentArguments& given, const LayerChecker&
       .queries = room(fit.has_queries, a.A, a.queries),
       .gates = of_layers(a.cell != Cell::tanh, 4 * a.H, a.gates),
       .log_weights = room(given.transition_prob.has_value(), a.Tk, a.attention.log_weights),
-      .sigmoid_sum = room(given.sigmoid, 1, a.attention.sigmoid_sum),
+      .sigmoid_sum = room(given.normalisation == "sigmoid", 1, a.attention.sigmoid_sum),
   };
 }
 

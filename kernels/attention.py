@@ -953,8 +953,15 @@ def launch_forward(
             _multiply(weights, value, *seen, context, 1.0, over_keys=True, ignore_nonfinite=False)
 
 
+def _check_normalisation(call: AttentionInputs | AttentionBackward) -> None:
+    """Raise unless the normalisation is the kernels' own."""
+    if call.normalisation != "softmax":
+        raise RuntimeError(f"normalisation must be 'softmax' on Triton, got {call.normalisation!r}")
+
+
 def forward(call: AttentionInputs) -> AttentionOutputs:
     """Run the operator ``attention``."""
+    _check_normalisation(call)
     query, Tk = call.query, call.key.shape[-2]
     acc, rows = accumulation_dtype(query.dtype), query.shape[:-1]
     context = empty_rows(query, call.value.shape[-1])
@@ -1017,6 +1024,7 @@ def _additive_gradients(call: AttentionBackward, ds: Tensor, dq: Tensor, dk: Ten
 
 def backward(call: AttentionBackward) -> AttentionGradients:
     """Run the operator ``attention_backward``."""
+    _check_normalisation(call)
     scale, columns = call.scale, call.columns
     weights, grad_score, grad_log_sum_exp = call.weights, call.grad_score, call.grad_log_sum_exp
 

@@ -610,7 +610,7 @@ def forward(call: CoverageInputs) -> CoverageOutputs:
     previous, log_previous = _previous_of(call)
     loss = weights.new_zeros(keys[:-1])
     log_weights = weights.new_empty((0,) if transition_prob is None else shape)
-    sigmoid_sum = weights.new_empty(shape[:-1] if call.sigmoid else (0,))
+    sigmoid_sum = weights.new_empty(shape[:-1] if call.normalisation == "sigmoid" else (0,))
     transition = None
     if transition_prob is not None:
         transition = (transition_prob.contiguous(), log_previous, log_weights)
@@ -630,7 +630,8 @@ def forward(call: CoverageInputs) -> CoverageOutputs:
         if B * H * Tq:
             _scan[(B * H,)](
                 features, bias, mask, lengths, penalty, rate, transition,
-                sigmoid_sum if call.sigmoid else None, previous, weights, coverage, loss, **options,
+                sigmoid_sum if sigmoid_sum.numel() else None, previous, weights, coverage, loss,
+                **options,
             )  # fmt: skip
             _multiply(
                 weights, v, lengths, None, 0, _heads(context), 1.0,
@@ -713,7 +714,7 @@ def backward(call: CoverageBackward, sums=None) -> CoverageGradients:
             _scan_gradient[(q.shape[:2].numel(),)](
                 features, gradients, lengths, penalty_arguments,
                 None if rate is None else (rate.contiguous(), drate), transition,
-                call.sigmoid_sum.contiguous() if call.sigmoid else None,
+                call.sigmoid_sum.contiguous() if call.normalisation == "sigmoid" else None,
                 (previous, dlast), weights.contiguous(), (first, torch.empty_like(ds), dcoverage),
                 packed(call.grad_loss), ds, **options,
             )  # fmt: skip
@@ -731,7 +732,7 @@ def backward(call: CoverageBackward, sums=None) -> CoverageGradients:
             grad_context=grad_context, grad_weights=None, grad_log_sum_exp=None, query=query,
             key=key, value=value, score_vector=call.score_vector, lengths=call.lengths,
             key_bounds=None, columns=0, key_exponentials=None, weights=weights, grad_score=ds,
-            scale=call.scale, score=call.score,
+            scale=call.scale, score=call.score, normalisation="softmax",
             need_grad_query=call.need_grad_query, need_grad_key=call.need_grad_key,
             need_grad_score=False,
         )  # fmt: skip

@@ -59,6 +59,7 @@ class Case:
     weight_per_head: bool = False
     positive: bool = False  # a weight from 0 to 1, as many draw it: large scores, one sign
     strict: bool = False  # judged without the absolute floor
+    normalisation: str = "softmax"
 
     @property
     def heads(self) -> tuple[int, ...]:
@@ -222,6 +223,8 @@ def inputs(case: Case, device: torch.device = CPU) -> dict[str, Tensor | None]:
     if "lengths" in case.terms:
         args["lengths"] = torch.randint(0, case.Tk + 1, (case.B,), generator=g).to(device)
     args = {k: _leaf(v) for k, v in args.items()}
+    if case.normalisation != "softmax":
+        args["normalisation"] = case.normalisation
     return {**args, "activation": case.score} if case.score not in ("dot", "tanh") else args
 
 
@@ -258,9 +261,17 @@ EAGER = {
 }
 
 
+NORMALISE = {
+    "softmax": lambda e: e.softmax(-1),
+    "sparsemax": lambda e: reference.entmax(e, 2),
+    "entmax15": lambda e: reference.entmax(e, 1.5),
+}
+
+
 def eager(
-    query, key, value, score_vector=None, bias=None, mask=None, lengths=None, activation="tanh"
-):
+    query, key, value, score_vector=None, bias=None, mask=None, lengths=None, activation="tanh",
+    normalisation="softmax",
+):  # fmt: skip
     """Attend as people write it, in the tensors' own dtype: context, weights, log-sum-exp."""
     if score_vector is None:
         score = query @ key.transpose(-1, -2)
@@ -277,12 +288,13 @@ def eager(
         seen = torch.arange(key.shape[-2], device=key.device) < lengths.unsqueeze(-1)
         seen = seen.view(len(lengths), *[1] * (score.dim() - 2), key.shape[-2])
         mask = seen if mask is None else seen & mask
+    normalise = NORMALISE[normalisation]
     if mask is None:
-        weights = score.softmax(-1)
+        weights = normalise(score)
         return weights @ value, weights, score.logsumexp(-1)
     empty = ~mask.expand_as(score).any(-1, keepdim=True)
     score = score.masked_fill(~mask, -math.inf).masked_fill(empty, 0)
-    weights = score.softmax(-1).masked_fill(~mask, 0)
+    weights = normalise(score).masked_fill(~mask, 0)
     return weights @ value, weights, score.logsumexp(-1).masked_fill(empty.squeeze(-1), -math.inf)
 
 

@@ -77,7 +77,8 @@ def functions() -> Table:
     target = {"weights": rows(), "alignment": words(B, TQ) % max(TK, 1)}
     table = {
         "additive_attention": (
-            attnfast.additive_attention, inputs() | weight | {"activation": "tanh"},
+            attnfast.additive_attention,
+            inputs() | weight | {"activation": "tanh", "normalisation": "entmax15"},
         ),
         "additive_score": (
             attnfast.additive_score,
@@ -85,7 +86,9 @@ def functions() -> Table:
             | weight,
         ),
         "additive_attention, span": (attnfast.additive_attention, spanned | weight),
-        "dot_attention": (attnfast.dot_attention, inputs() | {"scale": 0.5}),
+        "dot_attention": (
+            attnfast.dot_attention, inputs() | {"scale": 0.5, "normalisation": "sparsemax"},
+        ),
         "dot_attention, span": (attnfast.dot_attention, spanned | at),
         "coverage_attention": (
             attnfast.coverage_attention,
@@ -107,7 +110,7 @@ def functions() -> Table:
         "attend": (
             attnfast.attend,
             {"query": query, "memory": memory, "scale": 0.5, "bias": torch.randn(B, 1, TK),
-             "need_weights": True, **span},
+             "normalisation": "softmax", "need_weights": True, **span},
         ),
         "attend, step": (
             attnfast.attend,
@@ -176,11 +179,13 @@ def functions() -> Table:
 def kinds() -> dict[str, dict[str, Any]]:
     """Return attention with a memory: the arguments of its constructor, but for its dimensions."""
     return {
-        "BahdanauAttention": {"attn_dim": A, "bias": True, "activation": "tanh"},
-        "LuongAttention": {"score": "concat", "attn_dim": A},
+        "BahdanauAttention": {
+            "attn_dim": A, "bias": True, "activation": "tanh", "normalisation": "softmax",
+        },
+        "LuongAttention": {"score": "concat", "attn_dim": A, "normalisation": "sparsemax"},
         "MultiHeadAttention": {
             "attn_dim": A, "num_heads": 2, "score": "dot", "value_dim": A,
-            "positions": modules.RelativePositions(2, 3),
+            "positions": modules.RelativePositions(2, 3), "normalisation": "softmax",
         },
         "CoverageAttention": {
             "attn_dim": A, "feature": True, "penalty": 0.5, "fertility": 2.0, "bias": True,

@@ -41,7 +41,7 @@ HISTORY = {
 #: Absent, or empty, unless an argument is given.
 NEEDS = {
     "log_weights": "transition_prob", "grad_log_weights": "transition_prob",
-    "sigmoid_sum": "sigmoid",
+    "sigmoid_sum": "normalisation",
 }  # fmt: skip
 GRADS = {"grad_context": "q B H Tq Dv", "grad_weights": "? s B H Tq W", "weights": "s B H Tq W"}
 COPYING = {"logits": "q B Tq V", "weights": "q B Tq Tk", "source": "int B Tk", "gate": "q B Tq"}
@@ -142,10 +142,12 @@ class Call:
         own["projection"] = own["filters"]
         others = {
             "columns": self.columns, "scale": 1.0, "log": False, "num_oov": self.sizes["X"],
-            "score": self.score,
-            "sigmoid": draw.random() < (0.5 if "transition_prob" in missing else 0.05),
+            "score": self.score, "normalisation": self.normalisation(missing),
         }  # fmt: skip
-        given = others | {"transition_prob": "transition_prob" not in missing}
+        given = {
+            "transition_prob": "transition_prob" not in missing,
+            "normalisation": others["normalisation"] == "sigmoid",
+        }
         self.args = {}
         for p in parameters(self.name):
             if p not in self.patterns or p == "columns":
@@ -157,6 +159,16 @@ class Call:
         self.changed = draw.choice([p for p in self.args if p in self.patterns])
         self.how = draw.choice(("nothing", "rank", "size", "size", "dtype", "missing", "zero"))
         self.args[self.changed] = self.change(self.args[self.changed])
+
+    def normalisation(self, missing: set[str]) -> str:
+        """Return a normalisation, now and then one that does not fit."""
+        if self.draw.random() < 0.05:
+            return self.draw.choice(("sigmoid", "sparsemax", "exp"))
+        if "coverage" not in self.name:
+            return self.draw.choice(("softmax", "softmax", "sparsemax", "entmax15"))
+        return (
+            self.draw.choice(("softmax", "sigmoid")) if "transition_prob" in missing else "softmax"
+        )
 
     def make(self, p: str, own: bool) -> torch.Tensor:
         """Return an argument that fits."""
@@ -241,8 +253,11 @@ class Call:
         ):
             if args.get(p) is not None and (args[p] > last).any():
                 return False
-        if args.get("sigmoid") and args.get("transition_prob") is not None:
-            return False
+        if (chosen := args.get("normalisation", "softmax")) != "softmax":
+            sparse = "coverage" not in self.name and chosen in ("sparsemax", "entmax15")
+            sigmoid = "coverage" in self.name and chosen == "sigmoid"
+            if not sparse and not (sigmoid and args["transition_prob"] is None):
+                return False
         unused = [args[p] for p in NEEDS if p in args and self.lacks(p)]
         if any(
             x is not None and (x.shape != (0,) or x.dtype != args["weights"].dtype) for x in unused
@@ -265,7 +280,8 @@ class Call:
 
     def lacks(self, p: str) -> bool:
         """Return whether the argument that p needs is absent."""
-        return self.args[NEEDS[p]] is None or self.args[NEEDS[p]] is False
+        needed = self.args[NEEDS[p]]
+        return needed is None or (isinstance(needed, str) and needed != "sigmoid")
 
     def __str__(self) -> str:
         told = {
@@ -288,7 +304,8 @@ def judge(call: Call, backend: str, only_invalid: bool = False) -> bool:
     """Assert that check and operator take the call if it fits, and else refuse it; say which."""
     fits = call.fits()
     args = [call.args[p] for p in parameters(call.name)]
-    if call.changed == "key_exponentials" and backend != "cpu":
+    sparse = call.args.get("normalisation") in ("sparsemax", "entmax15")
+    if backend != "cpu" and (sparse or call.changed == "key_exponentials"):
         return True
     if call.changed != "key_exponentials":
         said = refusal(CHECKS[call.name], args)

@@ -5,6 +5,7 @@ case forgotten. A change that no test can tell from the right code (a shortcut n
 """
 
 OURS = "not (triton or cuda or reference or fuzz or compile or opcheck or gradcheck)"
+ENTMAX = "tests/test_entmax.py -k 'cpu or many'"
 CPU = f"tests/test_attention.py -k '{OURS}'"
 ORACLE = "tests/test_attention.py -k '(reference or scale) and not (check or compile or fuzz)'"
 STEPS = f"tests/test_memory.py -k '{OURS}'"
@@ -347,7 +348,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         ],
     },
     ("attnfast/decoding/memory.py", CONTRACTS.format("bump")): {
-        "_attend_once": [("shared.key_exponentials(), bias)", "shared.key_exponentials())")],
+        "_attend_once": [("exponentials, bias, norm", "exponentials, None, norm")],
     },
     ("examples/stories.py", "tests/test_multi_hop.py -k answers"): {
         "stays": [("found[-1] = (place_of.what, [x.at, place_of.at])", "pass")],
@@ -1312,13 +1313,44 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         ],
     },
     ("csrc/cpu/attention_kernel.cpp", CPU): {
-        "softmax_backward": [
+        "normalisation_backward": [
             ("const C rest = a.grad_log_sum_exp.data ?", "const C rest = false ?"),
-            ("pj == 0 ? pj : pj * (xj - mean + rest) * scale", "pj * (xj - mean + rest) * scale"),
+            (
+                "pj == 0 ? pj : slope(pj) * (xj - mean + rest) * scale",
+                "slope(pj) * (xj - mean + rest) * scale",
+            ),
         ],
         "multiply": [("x = x == x ? x : again[r * width + c];", "x = x;")],
         "pack_slice": [("finite ? (v - v == 0 ? v : Vec<C>{})", "finite ? v")],
         "softmax": [("multiply_by((C)a.scale, item.seen, row(i));", ";")],
+    },
+    ("csrc/cpu/attention_kernel.cpp", ENTMAX): {
+        "normalisation_backward": [
+            ("? square_root<C>(pj) : pj > 0", "? pj : pj > 0"),
+            (": pj > 0 ? Vec<C>{} + 1 : pj", ": pj"),
+            ("== Normalisation::softmax ? 1 : sum<C>(slopes)", "== Normalisation::softmax ? 1 : 1"),
+        ],
+        "masses": [("describe(s, mass, first, statistics);", "describe(s, mass, 0, statistics);")],
+    },
+    ("csrc/cpu/rows.h", ENTMAX): {
+        "entmax": [
+            ("const C factor = square ? 0.5 : 1;", "const C factor = 1;"),
+            ("if (!(next > threshold)) break;\n    threshold = next;", "break;"),
+            ("const Vec<C> p = d == d ? (square", "const Vec<C> p = true ? (square"),
+        ],
+        "describe": [
+            ("if (p > most) most = p, position = j;", "if (p >= most) most = p, position = j;"),
+            ("variance += p / mass * (j - mean)", "variance += p / mass * j"),
+        ],
+    },
+    ("csrc/cpu/product.h", ENTMAX): {
+        "gemm_small_row": [
+            ("total[c] += acc[c], acc[c] = 0;", "total[c] += acc[c];"),
+            ("if (fours % kPart) continue;", "continue;"),
+        ],
+    },
+    ("csrc/cpu/score.h", ENTMAX): {
+        "grad_tile": [("== 0 && g[(I - 1) * g_stride + j] == 0", "== 0")],
     },
     ("csrc/cpu/coverage_kernel.cpp", HISTORY): {
         "softmax_backward": [

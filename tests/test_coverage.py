@@ -691,8 +691,8 @@ def test_second_derivatives_and_forward_mode_raise(backend):
             attnfast.coverage_attention(**args, backend=backend)
 
 
-@pytest.mark.parametrize("sigmoid", [False, True])
-def test_opcheck(sigmoid, backend):
+@pytest.mark.parametrize("normalisation", ["softmax", "sigmoid"])
+def test_opcheck(normalisation, backend):
     terms = (*TERMS, "location", "lengths", "mask", "bias")
     sizes = (1, 2, 3, 2, 2) if backend == "triton" else (2, 3, 5, 8, 7)
     case = History("tanh", *sizes, H=2, terms=terms, layout="time first")
@@ -705,18 +705,18 @@ def test_opcheck(sigmoid, backend):
     ops = getattr(torch.ops, f"attnfast_{backend}")
     history = (
         *(args[k] for k in ("filters", "projection", "penalty", "fertility")),
-        None if sigmoid else args["transition_prob"], args["coverage"], args["previous"].log(),
+        None if normalisation == "sigmoid" else args["transition_prob"],
+        args["coverage"], args["previous"].log(),
     )  # fmt: skip
     tensors = (*(args[k] for k in ("query", "key", "value", "score_vector")),)
-    call = (*tensors, args["bias"], args["mask"], args["lengths"], *history, 0.5, "tanh", sigmoid)
+    terms, last = (args["bias"], args["mask"], args["lengths"]), (0.5, "tanh", normalisation)
+    call = (*tensors, *terms, *history, *last)
     torch.library.opcheck(ops.coverage_attention.default, call)
     outputs = ops.coverage_attention(*call)
     grads = [torch.randn_like(x) for x in outputs[:5]]
     backward = (*grads, *tensors, args["lengths"], *history, outputs[1], *outputs[4:])
     for needed in ((True,) * 4, (True, False, False, False)):
-        torch.library.opcheck(
-            ops.coverage_attention_backward.default, (*backward, 0.5, "tanh", sigmoid, *needed)
-        )
+        torch.library.opcheck(ops.coverage_attention_backward.default, (*backward, *last, *needed))
     shapes = (
         x.shape[-n:] for x, n in ((args["score_vector"], 1), (history[0], 3), (history[1], 2))
     )
@@ -724,7 +724,7 @@ def test_opcheck(sigmoid, backend):
     sums += [torch.zeros(*outputs[3].shape, *shape, device=DEVICE[backend]) for shape in shapes]
     torch.library.opcheck(
         ops.coverage_attention_backward_into.default,
-        (*backward, *sums, 0.5, "tanh", sigmoid, True, True),
+        (*backward, *sums, *last, True, True),
     )
 
 

@@ -85,7 +85,9 @@ MESSAGES = {
         ({"mask": ones(2, 3, 5) > 0}, "mask must be [2, 1, 5]"),
         ({"mask": ones(2, 0, 5) > 0}, "mask must be [2, 1, 5]"),
         ({"lengths": tensor([1, 6])}, "lengths must be between 0 and 5")],
-    "attend": [({"query": zeros(2, 1, 5)}, "query must be [2, 'Tq', 4] to fit the memory, got")],
+    "attend": [
+        ({"query": zeros(2, 1, 5)}, "query must be [2, 'Tq', 4] to fit the memory, got"),
+        ({"normalisation": "sigmoid"}, "normalisation must be 'softmax', 'sparsemax' or")],
     "Memory.append": [
         ({"key": zeros(2, 2)}, "key must be [2, 4] or [2, n, 4] to fit the"),
         ({"key": zeros(1, 4)}, "key must be … to fit the memory, got [1, 4]"),

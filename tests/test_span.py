@@ -574,8 +574,9 @@ def test_opcheck(score, backend):
     torch.library.opcheck(ops.attention.default, tuple(call))
     outputs = ops.attention(*call)
     grads = [torch.randn_like(x) for x in outputs[:3]]
-    rest = (*tensors, None, bounds, 3, None, outputs[1], None, 0.5, score, True, True, True)
-    torch.library.opcheck(ops.attention_backward.default, (*grads, *rest))
+    rest = (*tensors, None, bounds, 3, None, outputs[1], None, 0.5, score)
+    last = ("softmax", True, True, True)
+    torch.library.opcheck(ops.attention_backward.default, (*grads, *rest, *last))
 
 
 @pytest.mark.parametrize("span", [SPAN, Span(stride=3)], ids=name)

@@ -111,7 +111,8 @@ def record(cases: list[tuple]) -> list[tuple]:
         )  # fmt: skip
         backward = attention.AttentionBackward(
             attention.forward(call).context, grad_weights, grad_lse, query, key, value, weight,
-            lengths, span, columns, None, weights, None, 1.0, score, True, True, bias is not None,
+            lengths, span, columns, None, weights, None, 1.0, score, "softmax", True, True,
+            bias is not None,
         )  # fmt: skip
         attention.backward(backward)
     return launches

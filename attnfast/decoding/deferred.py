@@ -336,7 +336,7 @@ class DeferredKeyGradients(Function):
                 grad_context=grad_context, grad_weights=None, grad_log_sum_exp=None,
                 query=query, key=key, value=value, score_vector=score_vector, lengths=lengths,
                 key_bounds=bounds, columns=kind[0], key_exponentials=None, weights=weights,
-                grad_score=grad_score, scale=1.0, score=ctx.shared.score,
+                grad_score=grad_score, scale=1.0, score=ctx.shared.score, normalisation="softmax",
                 need_grad_query=False, need_grad_key=True, need_grad_score=False,
             )  # fmt: skip
             _, *more, _ = ATTENTION.backward(ctx.shared.backend, arguments)
@@ -362,7 +362,8 @@ class Step(Function):
         ctx.backend, ctx.pending_gradients = shared.backend, shared.pending_gradients
         weights = result.weights if need_weights else None
         statistics = result.statistics if call.need_statistics else None
-        return result.context, weights, result.log_sum_exp, statistics
+        sums = result.log_sum_exp if call.normalisation == "softmax" else None
+        return result.context, weights, sums, statistics
 
     @staticmethod
     @no_double_backward

@@ -25,7 +25,7 @@ from attnfast._utils.dispatch_log import is_recording, record
 from attnfast._utils.torch_private import has_dispatch_mode, has_saved_tensor_hooks
 from attnfast.decoding.deferred import HistoryStep, KeyValues, SharedKeys, Step
 from attnfast.decoding.growable import GrowableBuffer, append_rows, copy_reason
-from attnfast.functional import coverage_call, coverage_output, filters_of, is_sigmoid, run_coverage
+from attnfast.functional import coverage_call, coverage_output, filters_of, run_coverage
 from attnfast.ops import dispatch, lowering
 from attnfast.ops.arguments import (
     as_returned,
@@ -173,11 +173,12 @@ class Memory(NamedTuple):
         need_statistics: bool = False,
         key_exponentials: Tensor | None = None,
         bias: Tensor | None = None,
+        normalisation: str = "softmax",
     ) -> AttentionInputs:
         """Return the call of a query."""
         return AttentionInputs(
             query, self.key, self.value, self.score_vector, bias, self.mask, self.lengths, None, 0,
-            key_exponentials, scale, self.score, need_statistics, need_weights,
+            key_exponentials, scale, self.score, normalisation, need_statistics, need_weights,
         )  # fmt: skip
 
     def _chosen(self) -> str:
@@ -245,7 +246,9 @@ def _usable(shared: SharedKeys | None) -> SharedKeys | None:
     return shared
 
 
-def _record_deferral(query: Any, memory: Memory, steady: bool = True) -> None:
+def _record_deferral(
+    query: Any, memory: Memory, steady: bool = True, normalisation: str = "softmax"
+) -> None:
     """Record when a step's gradients of keys, values and score vector are computed, and why."""
     inputs = memory.key, memory.value, memory.score_vector
     needed = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
@@ -260,6 +263,8 @@ def _record_deferral(query: Any, memory: Memory, steady: bool = True) -> None:
         reason = "the memory was prepared without gradients, appended to, or reordered"
     elif not shared.matches(query, memory._common()):
         reason = "the query's dtype is not the keys', or the memory's tensors were replaced"
+    elif not dispatch.is_fused(normalisation, shared.backend):
+        reason = f"{shared.backend} does not compute {normalisation}"
     elif not steady:
         reason = "the span has a stride, or there is one for each head"
     elif has_saved_tensor_hooks():
@@ -278,12 +283,16 @@ def _attend_once(
     need_weights: bool | str,
     need_statistics: bool,
     bias: Tensor | None,
+    normalisation: str,
 ) -> AttentionOutput:
     """Attend with one query through the memory's steps, within a span if one is given."""
     shared: Any = memory.shared_keys
-    defers, lowered = shared.defers(), None
-    weights_too = defers or bool(need_weights)
-    call = memory._call(query, scale, weights_too, need_statistics, shared.key_exponentials(), bias)
+    defers = shared.defers() and dispatch.is_fused(normalisation, shared.backend)
+    weights_too, lowered = defers or bool(need_weights), None
+    exponentials = shared.key_exponentials()
+    call = memory._call(
+        query, scale, weights_too, need_statistics, exponentials, bias, normalisation
+    )
     if within is not None:
         lowered = lower(call, within, need_weights)
         call = lowered.call
@@ -373,6 +382,7 @@ def attend(
     span: Spans = None,
     position: Position = None,
     sigma: float | Tensor | None = None,
+    normalisation: str = "softmax",
     need_weights: bool | str = False,
     need_statistics: bool = False,
 ) -> AttentionOutput:
@@ -382,7 +392,7 @@ def attend(
         query: ``[B, Tq, A]`` or ``[B, H, Tq, A]``, with the memory's dtype and device.
         scale: multiplies the score.
         bias: added to it, with gradient: ``[B, (H,) Tq, Tk]``, or 1 for a size.
-        span, position, sigma: as in :func:`attnfast.additive_attention`.
+        span, position, sigma, normalisation: as in :func:`attnfast.additive_attention`.
         need_weights, need_statistics: return weights or statistics too, as in
             :func:`attnfast.additive_attention`.
 
@@ -415,17 +425,21 @@ def attend(
     shared = _usable(memory.shared_keys)
     try:
         if within is not None:
-            check(memory._call(query, scale, bias=bias))
+            check(memory._call(query, scale, bias=bias, normalisation=normalisation))
             check_span(query, memory.key, span, position, sigma, need_weights)
         steady = within is None or (isinstance(within.span, Span) and within.span.stride == 1)
         recording = is_recording()
         if recording:
-            _record_deferral(query, memory, steady)
+            _record_deferral(query, memory, steady, normalisation)
         if steady and shared is not None and shared.matches(query, memory._common()):
             if recording:
                 record("attention", shared.backend)  # chosen when the memory was prepared
-            return _attend_once(query, memory, scale, within, need_weights, need_statistics, bias)
-        call = memory._call(query, scale, bool(need_weights), need_statistics, bias=bias)
+            return _attend_once(
+                query, memory, scale, within, need_weights, need_statistics, bias, normalisation
+            )
+        call = memory._call(
+            query, scale, bool(need_weights), need_statistics, None, bias, normalisation
+        )
         call = autocast_call(call)
         backend = select_backend(memory.backend, query.device, query.dtype, step=True)
         if backend != "reference":
@@ -435,7 +449,7 @@ def attend(
         return lowering.run_within(within, call, need_weights, backend)
     except Exception:
         _check_query(query, memory)
-        check(memory._call(query, scale, bias=bias))
+        check(memory._call(query, scale, bias=bias, normalisation=normalisation))
         raise
 
 
@@ -502,7 +516,7 @@ def attend_with_history(
     call = CoverageInputs(
         query, memory.key, memory.value, memory.score_vector, bias, mask, memory.lengths, filters,
         projection, penalty, fertility, transition_prob, coverage,  # type: ignore[arg-type]
-        previous, scale, memory.score, is_sigmoid(normalisation),  # type: ignore[arg-type]
+        previous, scale, memory.score, normalisation,  # type: ignore[arg-type]
     )  # fmt: skip
     shared = _usable(memory.shared_keys)
     if is_recording():

@@ -147,6 +147,7 @@ def attend(
     mask: Tensor | None = None,
     scale: float = 1.0,
     activation: str = "tanh",
+    normalisation: str = "softmax",
     **history: Any,
 ) -> tuple[Any, Tensor]:
     """Attend to a memory that is prepared once per source; return context and weights.
@@ -162,7 +163,8 @@ def attend(
         mask: boolean ``[B, Tk]``, or of the shape of the weights, True where a key may be attended
             to.
         scale: multiplies the score.
-        activation: of the additive score, as in :func:`attnfast.additive_attention`.
+        activation, normalisation: as in :func:`attnfast.additive_attention`; with a history, or
+            ``"sigmoid"``, as in :func:`attnfast.coverage_attention`.
         history: further arguments of :func:`attnfast.coverage_attention`, if the score uses them.
 
     Raises:
@@ -197,8 +199,9 @@ def attend(
         once=lambda: made(Memory, score=score),
     )  # fmt: skip
     memory = memory if mask is None else memory._replace(mask=mask)
-    how: Any = attend_with_history if history else attend_to
-    context, weights, *_ = how(query, memory, scale=scale, need_weights=True, **history)
+    how: Any = attend_with_history if history or normalisation == "sigmoid" else attend_to
+    options = {"scale": scale, "normalisation": normalisation, "need_weights": True}
+    context, weights, *_ = how(query, memory, **options, **history)
     if step:
         context, weights = context.squeeze(-2), weights.squeeze(-2)
     if weights.is_cuda and weights.dtype.itemsize == 2 and torch.is_autocast_enabled("cuda"):

@@ -192,6 +192,9 @@ def select_layer_backend(
     half = like.dtype in HALF and like.device.type == "cpu"
     dtype = torch.float32 if half else like.dtype
     backend = try_select_backend(wanted, like.device, dtype, operator, remembers, stack)
+    normalisation = "softmax" if attention is None or remembers else attention.normalisation
+    if backend is not None and not dispatch.is_fused(normalisation, backend):
+        return None, f"not {backend}: its kernels compute the softmax alone"
     if backend is not None:
         return backend, ""
     if not is_recording():
@@ -351,6 +354,7 @@ def _terms(attention: Any, memory: Memory, backend: str, with_exponentials: bool
     return {
         "key": memory.key, "value": memory.value, "score_vector": memory.score_vector,
         "lengths": memory.lengths, "mask": memory.mask, "score": memory.score, "scale": scale,
+        "normalisation": attention.normalisation,
         "key_exponentials": exponentials,
         "weight_query": getattr(query, "weight", None), "bias_query": getattr(query, "bias", None),
     }  # fmt: skip
@@ -375,13 +379,13 @@ def _remembered(
         of.get("filters"), of.get("projection"), of.get("penalty"), of.get("fertility"),
         of.get("transition_prob"),  # type: ignore[arg-type]
         state["coverage"], state.get("previous"), None, memory.score,  # type: ignore[arg-type]
-        of.get("normalisation") == "sigmoid",
+        of.get("normalisation", "softmax"),
     )  # fmt: skip
     options = of.get("coverage_weight"), of.get("channels", "previous"), state.get("log_previous")
     call = coverage_call(call, attention.temperature, *options)
     names = (
         "score_vector", "mask", "filters", "projection", "penalty", "inverse_fertility",
-        "transition_prob", "coverage", "previous", "scale", "sigmoid",
+        "transition_prob", "coverage", "previous", "scale", "normalisation",
     )  # fmt: skip
     return {x: getattr(call, x) for x in names}
 

@@ -25,6 +25,7 @@ from attnfast.decoding import Memory, attend, check_memory, prepare
 from attnfast.nn._linear import project
 from attnfast.nn.positions import RelativePositions
 from attnfast.ops.arguments import apply_temperature, check_activation, check_temperature
+from attnfast.ops.attention import NORMALISATIONS
 from attnfast.ops.backends import check_backend
 from attnfast.ops.operators import accumulation_dtype
 from attnfast.ops.span import check_form
@@ -53,6 +54,7 @@ class _Attention(nn.Module):
     score_vector: nn.Parameter | None
     temperature: float = 1.0
     activation = "tanh"
+    normalisation = "softmax"
     has_history = False  # whether calls take and return one
     knows_order = False  # whether the position of a key among the keys matters
 
@@ -207,8 +209,8 @@ class _Attention(nn.Module):
             )
         need_weights = need_weights if span else bool(need_weights)
         return attend(
-            query, memory, scale=scale, bias=bias, need_weights=need_weights,
-            need_statistics=need_statistics, **span,
+            query, memory, scale=scale, bias=bias, normalisation=self.normalisation,
+            need_weights=need_weights, need_statistics=need_statistics, **span,
         )  # fmt: skip
 
     def forward(
@@ -288,7 +290,7 @@ class BahdanauAttention(_Attention):
         query_dim, key_dim, attn_dim: features of the decoder states, of the encoder states, and
             of the space in which they are compared.
         bias: give the query projection a bias.
-        activation, backend: as in :func:`attnfast.additive_attention`.
+        activation, backend, normalisation: as in :func:`attnfast.additive_attention`.
 
     Paper: Bahdanau, Cho and Bengio, ICLR 2015, arXiv:1409.0473.
 
@@ -308,12 +310,15 @@ class BahdanauAttention(_Attention):
         bias: bool = False,
         activation: str = "tanh",
         backend: str | None = None,
+        *,
+        normalisation: str = "softmax",
     ):
         check_sizes(query_dim=query_dim, key_dim=key_dim, attn_dim=attn_dim)
         check_flag("bias", bias)
         check_activation(activation)
+        check_choice("normalisation", normalisation, NORMALISATIONS)
         super().__init__((attn_dim,), 1.0, backend)
-        self.activation = activation
+        self.activation, self.normalisation = activation, normalisation
         self.query_proj = nn.Linear(query_dim, attn_dim, bias=bias)
         self.key_proj = nn.Linear(key_dim, attn_dim, bias=False)
 
@@ -346,7 +351,7 @@ class LuongAttention(_Attention):
         query_dim, key_dim: features of the decoder states and of the encoder states.
         score: one of the table.
         attn_dim: features of the concat score; None means ``query_dim``.
-        backend: as in :func:`attnfast.dot_attention`.
+        backend, normalisation: as in :func:`attnfast.dot_attention`.
 
     Raises:
         ValueError: an unknown score, or dimensions that the score cannot compare.
@@ -370,8 +375,11 @@ class LuongAttention(_Attention):
         score: str = "general",
         attn_dim: int | None = None,
         backend: str | None = None,
+        *,
+        normalisation: str = "softmax",
     ):
         check_choice("score", score, self.SCORES)
+        check_choice("normalisation", normalisation, NORMALISATIONS)
         check_sizes(query_dim=query_dim, key_dim=key_dim)
         if score in ("dot", "scaled_dot", "cosine") and query_dim != key_dim:
             raise ValueError(
@@ -384,6 +392,7 @@ class LuongAttention(_Attention):
             None if score == "scaled_dot" else 1.0,
             backend,
         )
+        self.normalisation = normalisation
         self.query_proj = _Unit() if score == "cosine" else nn.Identity()
         self.key_proj = _Unit() if score == "cosine" else nn.Identity()
         if score == "general":
@@ -410,7 +419,7 @@ class MultiHeadAttention(_Attention):
         attn_dim: features of queries, keys, values and output, summed over the heads.
         num_heads: H, a divisor of ``attn_dim``.
         score: ``"dot"`` (scaled by the root of a head's features) or ``"additive"``.
-        backend: as in :func:`attnfast.dot_attention`.
+        backend, normalisation: as in :func:`attnfast.dot_attention`.
         value_dim: features of values that are separate from the keys; None means ``key_dim``.
         positions: :class:`RelativePositions` with as many heads, added to the scores, or None.
 
@@ -440,7 +449,9 @@ class MultiHeadAttention(_Attention):
         *,
         value_dim: int | None = None,
         positions: nn.Module | None = None,
+        normalisation: str = "softmax",
     ):
+        check_choice("normalisation", normalisation, NORMALISATIONS)
         value_dim = key_dim if value_dim is None else value_dim
         check_choice("score", score, ("dot", "additive"))
         check_sizes(
@@ -458,6 +469,7 @@ class MultiHeadAttention(_Attention):
                 "positions", f"RelativePositions of {num_heads} heads", describe(positions)
             )
         self.num_heads, self.positions = num_heads, positions
+        self.normalisation = normalisation
         self.query_proj = nn.Linear(query_dim, attn_dim, bias=False)
         self.key_proj = nn.Linear(key_dim, attn_dim, bias=False)
         self.value_proj = nn.Linear(value_dim, attn_dim, bias=False)

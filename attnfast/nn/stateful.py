@@ -19,10 +19,11 @@ from attnfast._utils.checks import (
     raise_value_error,
 )
 from attnfast.decoding import Memory, attend_with_history, check_memory
-from attnfast.functional import is_sigmoid, logarithm
+from attnfast.functional import logarithm
 from attnfast.nn._linear import weight_of
 from attnfast.nn.attention import _Attention, check_sizes, check_target_mask
 from attnfast.ops.arguments import check_activation
+from attnfast.ops.coverage import NORMALISATIONS
 from attnfast.ops.span import check_form
 
 
@@ -122,7 +123,7 @@ class HistoryAttention(_Attention):
         check_sizes(query_dim=query_dim, key_dim=key_dim, attn_dim=attn_dim)
         check_flag("bias", bias)
         check_activation(activation)
-        is_sigmoid(normalisation)
+        check_choice("normalisation", normalisation, NORMALISATIONS)
         super().__init__((attn_dim,), 1.0, backend)
         self.activation = activation
         self.normalisation = normalisation

@@ -4,7 +4,12 @@ r"""Attention without history: every query row weighs its visible keys, rows are
     α_ij    = exp(e_ij − log_sum_exp_i)  over the keys j that row i may see, 0 elsewhere
     c_i     = Σ_j α_ij v_j
 
-and, on request, statistics of a row's weights, which need no stored weights,
+or, with another ``normalisation`` than softmax, and z = (α − 1) e,
+
+    α_ij    = max(0, z_ij − τ_i)^(1 / (α − 1)),  with the threshold τ_i of Σ_j α_ij = 1,
+
+where α is 2 for sparsemax and 1.5 for 1.5-entmax; and, on request, statistics of a row's weights,
+which need no stored weights,
 
     H_i = −Σ_j α_ij ln α_ij,  max_j α_ij and its first j,  μ_i = Σ_j j α_ij,  Σ_j (j − μ_i)² α_ij
 
@@ -24,7 +29,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attnfast._utils.checks import check_exact, check_tensor, raise_value_error
+from attnfast._utils.checks import check_choice, check_exact, check_tensor, raise_value_error
 from attnfast.ops.arguments import check_inputs, check_terms
 from attnfast.ops.operators import (
     LIBRARIES,
@@ -35,6 +40,8 @@ from attnfast.ops.operators import (
 )
 from attnfast.outputs import RowStatistics
 
+#: How scores become weights.
+NORMALISATIONS = ("softmax", "sparsemax", "entmax15")
 #: The numbers of a row.
 STATISTICS = len(RowStatistics._fields)
 
@@ -49,6 +56,7 @@ class AttentionInputs(NamedTuple):
     are not visible; else they are ``[B, (H,) Tq, Tk]``. ``key_exponentials``, for the CPU's tanh
     score, holds e^{2k} of the keys as that backend's function of this name returns it. ``score`` is
     one of :data:`attnfast.ops.arguments.SCORES`; all but the dot score have a score vector.
+    ``normalisation`` is one of :data:`NORMALISATIONS`; kernels of GPUs compute the softmax alone.
     """
 
     query: Tensor
@@ -63,6 +71,7 @@ class AttentionInputs(NamedTuple):
     key_exponentials: Tensor | None = None
     scale: float = 1.0
     score: str = "dot"
+    normalisation: str = "softmax"
     need_statistics: bool = False
     need_weights: bool = False  # the last: see dispatch.run
 
@@ -72,7 +81,8 @@ class AttentionOutputs(NamedTuple):
 
     That is float32, or float64 for float64. ``statistics [B, (H,) Tq, 5]`` are the fields of
     :class:`attnfast.RowStatistics`: 0 for an empty row, NaN for a row whose weights are NaN.
-    Weights and statistics have size [0] unless needed; context and gradients of query, key and
+    log_sum_exp has no meaning but for the softmax. Weights and statistics have size [0] unless
+    needed; context and gradients of query, key and
     value have the memory layout of :func:`empty_rows`.
     """
 
@@ -105,6 +115,7 @@ class AttentionBackward(NamedTuple):
     grad_score: Tensor | None
     scale: float
     score: str
+    normalisation: str
     need_grad_query: bool
     need_grad_key: bool
     need_grad_score: bool
@@ -123,6 +134,7 @@ class AttentionGradients(NamedTuple):
 def check(call: AttentionInputs) -> None:
     """Raise, in one sentence and before any computation, unless the arguments fit together."""
     check_inputs(call)
+    check_choice("normalisation", call.normalisation, NORMALISATIONS)
     q, keys = call.query.shape, call.key.shape[-2]
     bounds, columns = call.key_bounds, call.columns
     if not 0 <= columns <= (0 if bounds is None else keys):
@@ -208,7 +220,7 @@ class _AttentionOperator(Operator):
 def _through_weights(grad: Tensor, weights: Tensor) -> Tensor:
     """Return the part of the weights' gradient due to the statistics' gradient ``[.., 5]``.
 
-    Terms that are constant in a row are omitted, because the softmax cancels them: −1 of the
+    Terms that are constant in a row are omitted, because the normalisation cancels them: −1 of the
     entropy's −ln α − 1, and the first column of a span, because positions count from μ.
     """
     if weights.shape[-1] == 0:

@@ -26,7 +26,7 @@ from typing import Annotated, Any, NamedTuple, get_type_hints
 import torch
 from torch import Tensor
 
-from attnfast._utils.checks import check_exact, check_tensor, raise_value_error
+from attnfast._utils.checks import check_choice, check_exact, check_tensor, raise_value_error
 from attnfast.ops.arguments import check_inputs, check_terms
 from attnfast.ops.operators import (
     Operator,
@@ -36,6 +36,9 @@ from attnfast.ops.operators import (
     implement,
 )
 
+#: How scores become weights.
+NORMALISATIONS = ("softmax", "sigmoid")
+
 
 class CoverageInputs(NamedTuple):
     """The arguments of the operator.
@@ -44,8 +47,8 @@ class CoverageInputs(NamedTuple):
     ``inverse_fertility``, ``coverage`` and ``previous [B, (H,) Tk]``, ``transition_prob [B, (H,)
     Tq]`` have the accumulation dtype. With a transition ``previous`` holds log p, −inf for 0.
 
-    With ``sigmoid``, which excludes a transition, the weights of a row are σ(e) / Σ σ(e), which is
-    the softmax of log σ(e).
+    With ``normalisation="sigmoid"``, which excludes a transition, the weights of a row are
+    σ(e) / Σ σ(e), which is the softmax of log σ(e).
     """
 
     query: Tensor
@@ -64,7 +67,7 @@ class CoverageInputs(NamedTuple):
     previous: Tensor | None = None
     scale: float = 1.0
     score: str = "dot"
-    sigmoid: bool = False
+    normalisation: str = "softmax"
 
 
 class CoverageOutputs(NamedTuple):
@@ -72,7 +75,7 @@ class CoverageOutputs(NamedTuple):
 
     ``coverage`` is that after the last row, ``loss [B, (H)]``; ``log_weights`` are log α, −inf for
     0, of size [0] without a transition. ``sigmoid_sum [B, (H,) Tq]``, Σ σ(e), is for the backward,
-    of size [0] without ``sigmoid``.
+    of size [0] unless that is the normalisation.
     """
 
     context: Tensor
@@ -108,7 +111,7 @@ class CoverageBackward(NamedTuple):
     sigmoid_sum: Tensor
     scale: float
     score: str
-    sigmoid: bool
+    normalisation: str
     need_grad_query: bool
     need_grad_key: bool
     need_grad_score: bool
@@ -136,7 +139,7 @@ class CoverageGradients(NamedTuple):
 #: accumulation dtype, one for each sequence (and head); the value's gradient is taken at the end.
 SUMS = ("sum_key", "sum_score_vector", "sum_filters", "sum_projection")
 _of_all = get_type_hints(CoverageBackward)
-_last = ("scale", "score", "sigmoid", "need_grad_query", "need_grad_score")
+_last = ("scale", "score", "normalisation", "need_grad_query", "need_grad_score")
 _no = ("need_grad_key", "need_grad_filters", *_last)
 _first = [x for x in CoverageBackward._fields if x not in _no]
 _into_fields: Any = [
@@ -171,7 +174,8 @@ def check_history(call: CoverageInputs, previous: str = "previous") -> None:
             raise_value_error(name, f"of dtype {dtype}", x.dtype)
         if allowed is not None and list(x.shape) not in allowed:
             raise_value_error(name, " or ".join(map(str, allowed)), list(x.shape))
-    if call.sigmoid and call.transition_prob is not None:
+    check_choice("normalisation", call.normalisation, NORMALISATIONS)
+    if call.normalisation == "sigmoid" and call.transition_prob is not None:
         raise_value_error("transition_prob", "None with weights from sigmoids", "a tensor")
     if call.transition_prob is not None and call.previous is None:
         raise_value_error(previous, "given with a transition_prob", None)
@@ -211,6 +215,7 @@ def _check_backward(call: CoverageBackward) -> None:
     query, keys, dtype = call.query, call.key.shape[:-1], accumulation_dtype(call.query.dtype)
     scores = (*query.shape[:-1], keys[-1])
     logarithms = (0,) if call.transition_prob is None else scores
+    sums = scores[:-1] if call.normalisation == "sigmoid" else (0,)
     gradients = [
         ("grad_context", call.grad_context, query.dtype, (*scores[:-1], call.value.shape[-1])),
         ("grad_weights", call.grad_weights, dtype, scores),
@@ -219,7 +224,7 @@ def _check_backward(call: CoverageBackward) -> None:
         ("grad_log_weights", call.grad_log_weights, dtype, logarithms),
         ("weights", call.weights, dtype, scores),
         ("log_weights", call.log_weights, dtype, logarithms),
-        ("sigmoid_sum", call.sigmoid_sum, dtype, scores[:-1] if call.sigmoid else (0,)),
+        ("sigmoid_sum", call.sigmoid_sum, dtype, sums),
     ]
     check_exact(query, gradients)
 
@@ -259,7 +264,7 @@ def _fake(call: CoverageInputs) -> CoverageOutputs:
         query.new_empty(keys, dtype=dtype),
         query.new_empty(keys[:-1], dtype=dtype),
         query.new_empty((0,) if call.transition_prob is None else shape, dtype=dtype),
-        query.new_empty(shape[:-1] if call.sigmoid else (0,), dtype=dtype),
+        query.new_empty(shape[:-1] if call.normalisation == "sigmoid" else (0,), dtype=dtype),
     )
 
 

@@ -7,10 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnfast._utils.dispatch_log import record
 from attnfast.ops import reference
 from attnfast.ops.arguments import as_returned, raise_on_tangents
-from attnfast.ops.attention import ATTENTION, AttentionInputs
+from attnfast.ops.attention import ATTENTION, AttentionInputs, AttentionOutputs
 from attnfast.ops.operators import ForwardOperator, is_tracing, unchecked
+from attnfast.ops.scores import SCORING, ScoreInputs
 from attnfast.outputs import AttentionOutput, attention_result
 
 __all__ = ["run", "run_attention"]
@@ -38,10 +40,34 @@ def run(operator: ForwardOperator, call: Any, backend: str) -> Any:
         raise
 
 
+def is_fused(normalisation: str, backend: str) -> bool:
+    """Return whether a backend's attention has the normalisation."""
+    return normalisation == "softmax" or backend in ("cpu", "reference")
+
+
+def _compose(call: AttentionInputs, backend: str) -> AttentionOutputs:
+    """Compute attention of PyTorch's operators around a backend's additive scores."""
+    record(call.normalisation, "PyTorch", f"not {backend}: its kernels compute the softmax alone")
+
+    def score(query: Tensor, key: Tensor, score_vector: Tensor | None, name: str) -> Tensor:
+        if score_vector is None:
+            return reference.score(query, key, score_vector, name)
+        return run(SCORING, ScoreInputs(query, key, score_vector, name), backend).scores
+
+    ATTENTION.check(call)
+    return reference.attention(call, score)
+
+
 def run_attention(call: AttentionInputs, backend: str) -> AttentionOutput:
     """Run attention and return an AttentionOutput."""
-    context, weights, log_sum_exp, statistics = run(ATTENTION, call, backend)
+    if is_fused(call.normalisation, backend):
+        context, weights, log_sum_exp, statistics = run(ATTENTION, call, backend)
+    else:
+        context, weights, log_sum_exp, statistics = _compose(call, backend)
     weights = as_returned(weights, call.query.dtype, call.need_weights)
     return attention_result(
-        context, weights, log_sum_exp, statistics if call.need_statistics else None
+        context,
+        weights,
+        log_sum_exp if call.normalisation == "softmax" else None,
+        statistics if call.need_statistics else None,
     )

@@ -56,11 +56,12 @@ class LoweredCall(NamedTuple):
         context: Any = result.context
         weights, log_sum_exp, statistics = result.weights, result.log_sum_exp, result._statistics
         if self.span.phases > 1:
+            sums: Any = None if log_sum_exp is None else log_sum_exp.unsqueeze(-1)
             context, weights, statistics, sums = (
                 None if x is None else from_phases(x, self.span.stride, self.pad_rows, self.like)
-                for x in (context, weights, statistics, log_sum_exp.unsqueeze(-1))
+                for x in (context, weights, statistics, sums)
             )
-            log_sum_exp = sums.squeeze(-1)  # type: ignore[union-attr]
+            log_sum_exp = None if sums is None else sums.squeeze(-1)
         if self.span.stride > 1 and statistics is not None:
             statistics = self._on_all_keys(statistics)
         if isinstance(form, str):
@@ -214,12 +215,10 @@ def run_within(
         own = SpanArguments(span, heads(within.position, index), heads(within.sigma, index))
         results.append(_run_within_one(own, of_heads, form, backend))
     contexts, weights = zip(*results)
-    sums = [result.log_sum_exp for result in results]
+    sums: Any = [result.log_sum_exp for result in results]
     statistics: Any = [result._statistics for result in results]
-    statistics = None if statistics[0] is None else join_heads(statistics, order)
+    sums, statistics = (None if x[0] is None else join_heads(x, order) for x in (sums, statistics))
     joined: Any = None
     if form:
         joined = join_heads(weights, order) if isinstance(form, str) else by_head(weights, order)
-    return attention_result(
-        join_heads(contexts, order), joined, join_heads(sums, order), statistics
-    )
+    return attention_result(join_heads(contexts, order), joined, sums, statistics)

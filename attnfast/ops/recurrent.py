@@ -56,7 +56,7 @@ class RecurrentInputs(NamedTuple):
 
     With ``coverage`` and ``previous [B, Tk]``, the history before the first step, attention has a
     history, and no span: ``filters [K, C, taps]``, ``projection [A, K]``, ``penalty [1]``,
-    ``inverse_fertility [B, Tk]``, ``transition_prob [B, T]`` and ``sigmoid`` are those of
+    ``inverse_fertility [B, Tk]``, ``transition_prob [B, T]`` and ``normalisation`` are those of
     :class:`CoverageInputs`, where ``previous`` holds logarithms if there is a transition. Steps at
     ``target_lengths`` and beyond leave the history unchanged. With ``detach_history`` no gradient
     reaches a step through the history of the steps after it.
@@ -117,7 +117,7 @@ class RecurrentInputs(NamedTuple):
     attends_first: bool = True
     scale: float = 1.0
     score: str = "dot"
-    sigmoid: bool = False
+    normalisation: str = "softmax"
     detach_history: bool = False
 
 
@@ -201,7 +201,7 @@ class RecurrentBackward(NamedTuple):
     attends_first: bool
     scale: float
     score: str
-    sigmoid: bool
+    normalisation: str
     detach_history: bool
     need_grad_input: bool
     need_grad_parameters: bool
@@ -292,7 +292,7 @@ def attention_of(call: Any, query: Tensor, t: slice) -> AttentionInputs:
     exponentials = getattr(call, "key_exponentials", None)
     return AttentionInputs(
         query, call.key, call.value, call.score_vector, None, mask, call.lengths, bounds, 0,
-        exponentials, call.scale, call.score, False, True,
+        exponentials, call.scale, call.score, call.normalisation, False, True,
     )  # fmt: skip
 
 
@@ -305,7 +305,7 @@ def coverage_of(
     return CoverageInputs(
         query, call.key, call.value, call.score_vector, None, plain.mask, call.lengths,
         call.filters, call.projection, call.penalty, call.inverse_fertility, transition, coverage,
-        previous, call.scale, call.score, call.sigmoid,
+        previous, call.scale, call.score, call.normalisation,
     )  # fmt: skip
 
 
@@ -378,17 +378,18 @@ def check(call: RecurrentInputs) -> None:
             raise_value_error("packed", "what the backend has packed", call.packed.dtype)
     if call.key is not None:
         query = call.input.new_empty(B, T, A)
-        check_attention(attention_of(call, query, slice(None)))
+        plain = attention_of(call, query, slice(None))
         if call.coverage is not None and call.previous is not None:
+            plain = plain._replace(normalisation="softmax")  # the history's is checked below
             check_coverage(coverage_of(call, query, slice(None), call.coverage, call.previous))
+        check_attention(plain)
 
 
 def _check_past(call: RecurrentInputs) -> None:
     """Raise if only a part of a history is given."""
-    for name in ("sigmoid", "detach_history"):
-        if call.coverage is None and getattr(call, name):
-            raise_value_error(name, "False without a coverage", True)
     if call.coverage is None:
+        if call.detach_history:
+            raise_value_error("detach_history", "False without a coverage", True)
         for name in (
             "filters", "projection", "penalty", "inverse_fertility", "transition_prob", "previous",
         ):  # fmt: skip
@@ -437,7 +438,7 @@ def fake(call: RecurrentInputs) -> RecurrentOutputs:
         room(attends and (projects or call.attends_first), A),
         room(SAVED_GATES[call.mode], SAVED_GATES[call.mode] * H, layers(call)),
         room(call.transition_prob is not None, Tk),
-        room(call.sigmoid, 1),
+        room(call.normalisation == "sigmoid", 1),
     )
 
 

@@ -87,7 +87,30 @@ def scores(call: ScoreInputs) -> ScoreOutputs:
     return ScoreOutputs(score(query, key, score_vector, call.score))
 
 
-def attention(call: AttentionInputs) -> AttentionOutputs:
+def entmax(scores: Tensor, alpha: float) -> Tensor:
+    """Return the weights of α-entmax, α 1.5 or 2 (sparsemax), of rows that have finite scores.
+
+    The threshold is that of the largest k scores for which the k-th exceeds it: Martins and
+    Astudillo, ICML 2016, arXiv:1602.02068; Peters, Niculae and Martins, ACL 2019, arXiv:1905.05702.
+    """
+    if not scores.shape[-1]:
+        return scores
+    z = (alpha - 1) * (scores - scores.detach().amax(-1, keepdim=True))
+    ranked = z.sort(-1, descending=True).values
+    k = torch.arange(1, z.shape[-1] + 1, device=z.device, dtype=z.dtype)
+    mean = ranked.masked_fill(ranked == -math.inf, -4).cumsum(-1) / k  # too low to have a weight
+    if alpha == 2:
+        thresholds = mean - 1 / k
+    else:
+        mean_square = ranked.masked_fill(ranked == -math.inf, -4).square().cumsum(-1) / k
+        inside = 1 / k - (mean_square - mean.square())
+        thresholds = mean - inside.clamp(min=torch.finfo(z.dtype).tiny).sqrt()
+    support = (ranked > thresholds).sum(-1, keepdim=True)
+    threshold = thresholds.gather(-1, (support - 1).clamp(min=0))
+    return (z - threshold).clamp(min=0) ** (1 / (alpha - 1))
+
+
+def attention(call: AttentionInputs, score: Callable[..., Tensor] = score) -> AttentionOutputs:
     """Compute context, weights and log-sum-exp."""
     dtype, keys = call.query.dtype, None
     call = exactly(call)
@@ -112,11 +135,18 @@ def attention(call: AttentionInputs) -> AttentionOutputs:
     e = e.masked_fill(~visible, -math.inf).masked_fill(empty, 0)
     log_sum_exp = e.logsumexp(-1) if Tk else e.sum(-1)
     log_sum_exp = log_sum_exp.masked_fill(empty.squeeze(-1), -math.inf)
-    weights = e.softmax(-1).masked_fill(~visible, 0)
+    if call.normalisation == "softmax":
+        weights = e.softmax(-1)
+    else:
+        weights = entmax(e, 2 if call.normalisation == "sparsemax" else 1.5)
+    weights = weights.masked_fill(~visible, 0)
     context = (weights @ v).to(dtype)
     statistics = weights.new_empty(0)
     if call.need_statistics:
-        statistics = row_statistics(weights, e.log_softmax(-1))
+        log_weights = weights.masked_fill(weights == 0, 1).log()
+        if call.normalisation == "softmax":
+            log_weights = e.log_softmax(-1)
+        statistics = row_statistics(weights, log_weights)
     weights = weights if keys is None else to_columns(weights, keys)
     return AttentionOutputs(context, weights, log_sum_exp, statistics)
 
@@ -188,7 +218,7 @@ def coverage_attention(call: CoverageInputs) -> CoverageOutputs:
             log_r = log_transition(log_p, u_t[..., t, None])
             seen = seen & (log_r != -math.inf)
             e = e + log_r.masked_fill(~seen, 0)
-        if call.sigmoid:
+        if call.normalisation == "sigmoid":
             e = torch.nn.functional.logsigmoid(e)
             sigmoid_sums.append(e.exp().masked_fill(~seen, 0).sum(-1))
         empty = ~seen.any(-1, keepdim=True)
@@ -205,7 +235,7 @@ def coverage_attention(call: CoverageInputs) -> CoverageOutputs:
     if u_t is not None:
         log_weights = torch.stack(logarithms, -2) if logarithms else weights
     sigmoid_sum = weights.new_empty(0)
-    if call.sigmoid:
+    if call.normalisation == "sigmoid":
         sigmoid_sum = torch.stack(sigmoid_sums, -1) if sigmoid_sums else q.sum(-1)
     return CoverageOutputs((weights @ v).to(dtype), weights, c, loss, log_weights, sigmoid_sum)
 
@@ -311,7 +341,7 @@ def recurrent(call: RecurrentInputs) -> RecurrentOutputs:
         made = coverage_attention(step)
         loss = loss + made.loss
         weights = made.weights.squeeze(1)
-        if call.sigmoid:
+        if call.normalisation == "sigmoid":
             results["sigmoid_sum"].append(made.sigmoid_sum)
         if call.transition_prob is None:
             past = made.coverage, weights

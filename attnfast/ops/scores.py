@@ -66,8 +66,8 @@ def _gradients(ctx: Any, backend: str, grad: Tensor) -> tuple[Tensor | None, ...
         backend,
         AttentionBackward(
             nothing, None, None, query, key, key[..., :0], score_vector, None, None, 0, None,
-            weights=grad, grad_score=grad, scale=1.0, score=ctx.score, need_grad_query=of_query,
-            need_grad_key=any(of_keys), need_grad_score=False,
+            weights=grad, grad_score=grad, scale=1.0, score=ctx.score, normalisation="softmax",
+            need_grad_query=of_query, need_grad_key=any(of_keys), need_grad_score=False,
         ),
     )  # fmt: skip
     made = (found.grad_query, found.grad_key, found.grad_score_vector)

@@ -64,6 +64,7 @@ class GreedySearchInputs(NamedTuple):
     attends_first: bool = True
     scale: float = 1.0
     score: str = "dot"
+    normalisation: str = "softmax"
     embedding_scale: float = 1.0
     begin: int = 0
     end: int = 0

@@ -143,13 +143,22 @@ void scores(const Forward& a, const Plan& plan, int64_t index, void* buffer) {
   compute_rows(plan, item, Scores<T>(a, item, a.query, a.key, a.A, a.score_vector.data, scratch), s);
 }
 
+// Replace a row of scores by masses, whose sum it returns; its first element is key `first`.
+template <class C, template <class> class Row>
+C masses(const Forward& a, const Item& item, int64_t i, const Row<C>& s, C top, int64_t first) {
+  C* statistics = a.statistics.data ? at<C>(a.statistics, item, i) : nullptr;
+  if (a.normalisation == Normalisation::softmax)
+    return statistics ? exponentiate(s, top, first, statistics) : exponentiate(s, top);
+  const C mass = entmax(s, top, a.normalisation);
+  if (statistics) describe(s, mass, first, statistics);
+  return mass;
+}
+
 template <class T, class C = typename Accumulate<T>::type>
 void softmax(const Forward& a, const Plan& plan, int64_t index, void* buffer) {
   const Item item(a, plan, index, 1);
   Scratch<C> scratch = {static_cast<C*>(buffer)};
   const Rows<C> s = scores_of(a, plan, item, scratch);
-  const bool described = a.statistics.data;
-  const auto statistics = [&](int64_t i) { return at<C>(a.statistics, item, i); };
   Flags<C> zeros = {};
   // Each step runs over a few rows that stay in the L1 cache, so that no row waits for another.
   constexpr int64_t kMost = 16, kNumbers = 2048;
@@ -166,8 +175,7 @@ void softmax(const Forward& a, const Plan& plan, int64_t index, void* buffer) {
     for (int64_t i = first; i < last; ++i) top[i - first] = largest(numbers(i));
     for (int64_t i = first; i < last; ++i) {
       const int64_t r = i - first;
-      mass[r] = described ? exponentiate(numbers(i), top[r], 0, statistics(item.row + i))
-                          : exponentiate(numbers(i), top[r]);
+      mass[r] = masses(a, item, item.row + i, numbers(i), top[r], 0);
     }
     for (int64_t i = first; i < last; ++i) {
       const int64_t r = i - first;
@@ -223,8 +231,6 @@ void forward_span(const Forward& a, const Plan& plan, int64_t index, void* buffe
   C* matrix = scratch.take(band_scratch<C>(a));
   const Side<T> side = {at<T>(a.value, item, 0), a.value.row, at<T>(a.context, item, item.row),
                         a.context.row};
-  const bool described = a.statistics.data;
-  const auto statistics = [&](int64_t r) { return at<C>(a.statistics, item, item.row + r); };
   Flags<C> zeros = {};
   for_bands(0, item.rows, 0, item.seen, kLoose, seen, [&](const Band& band) {
     const int64_t n = band.to - band.from, stride = band_row<C>(n);
@@ -241,8 +247,7 @@ void forward_span(const Forward& a, const Plan& plan, int64_t index, void* buffe
     // step by step, so that no row waits for another
     for (int64_t r = 0; r < band.rows; ++r) top[r] = largest(numbers(r));
     for (int64_t r = 0; r < band.rows; ++r)
-      mass[r] = described ? exponentiate(numbers(r), top[r], band.from, statistics(band.row + r))
-                          : exponentiate(numbers(r), top[r]);
+      mass[r] = masses(a, item, item.row + band.row + r, numbers(r), top[r], band.from);
     for (int64_t r = 0; r < band.rows; ++r) {
       const int64_t row = item.row + band.row + r;
       const Within<C> p = numbers(r);
@@ -268,11 +273,12 @@ void grad_weights(const Backward& a, const Plan& plan, int64_t index, void* buff
   compute_rows(plan, item, Scores<T>(a, item, a.grad_context, a.value, a.Dv, false, scratch), x);
 }
 
-// Compute out_j = P_ij (x_j - sum_j P_ij x_j + grad_log_sum_exp_i) for the columns [from, to) of a
-// row i, with grad_weights_ij added to x_j; exactly 0 if P_ij is 0.
+// Compute out_j = u_j (x_j - sum_j u_j x_j / sum_j u_j + grad_log_sum_exp_i) for the columns [from, to) of a
+// row i, with grad_weights_ij added to x_j; exactly 0 if P_ij is 0. The slope u of a weight P is P for
+// softmax, where sum u = 1, the root of P for 1.5-entmax, and 1 for sparsemax.
 template <class C>
-void softmax_backward(const Backward& a, const Item& item, int64_t i, int64_t from, int64_t to, C scale,
-                      C* x, C* out, Flags<C>& zeros) {
+void normalisation_backward(const Backward& a, const Item& item, int64_t i, int64_t from, int64_t to,
+                            C scale, C* x, C* out, Flags<C>& zeros) {
   constexpr int kLanes = Vector<C>::width;
   const int64_t n = to - from;
   const C* p = at<C>(a.weights, item, i) + from;
@@ -280,18 +286,24 @@ void softmax_backward(const Backward& a, const Item& item, int64_t i, int64_t fr
     const C* extra = at<C>(a.grad_weights, item, i) + from;
     for (int64_t j = 0; j < n; ++j) x[j] += extra[j];
   }
-  Vec<C> products = {};
+  const auto slope = [&](Vec<C> pj) {
+    if (a.normalisation == Normalisation::softmax) return pj;
+    return a.normalisation == Normalisation::entmax15 ? square_root<C>(pj) : pj > 0 ? Vec<C>{} + 1 : pj;
+  };
+  Vec<C> products = {}, slopes = {};
   for (int64_t j = 0; j < n; j += kLanes) {
-    const Vec<C> pj = load_part(p + j, n - j, (C)0);
-    products += pj == 0 ? pj : pj * load_part(x + j, n - j, (C)0);
+    const Vec<C> pj = load_part(p + j, n - j, (C)0), uj = slope(pj);
+    products += pj == 0 ? pj : uj * load_part(x + j, n - j, (C)0);
+    slopes += uj;
   }
-  const C mean = sum<C>(products);  // x - mean is often exactly 0: the rest comes after
+  // x - mean is often exactly 0: the rest comes after
+  const C mean = sum<C>(products) / (a.normalisation == Normalisation::softmax ? 1 : sum<C>(slopes));
   const C rest = a.grad_log_sum_exp.data ? *at<C>(a.grad_log_sum_exp, item, i) : 0;
   for (int64_t j = 0; j < n; j += kLanes) {
     const Vec<C> pj = load_part(p + j, n - j, (C)1);
     const Vec<C> xj = load_part(x + j, n - j, (C)0);
     zeros |= pj == 0;
-    store_part(out + j, pj == 0 ? pj : pj * (xj - mean + rest) * scale, n - j);
+    store_part(out + j, pj == 0 ? pj : slope(pj) * (xj - mean + rest) * scale, n - j);
   }
 }
 
@@ -301,7 +313,7 @@ void grad_score(const Backward& a, const Plan& plan, int64_t index, void*) {
   Flags<C> zeros = {};
   for (int64_t i = item.row; i < item.row + item.rows; ++i) {
     C* x = at<C>(a.grad_score, item, i);
-    softmax_backward(a, item, i, 0, item.seen, (C)plan.grad_score_scale, x, x, zeros);
+    normalisation_backward(a, item, i, 0, item.seen, (C)plan.grad_score_scale, x, x, zeros);
     clear_outside(x, a.W, 0, item.seen);
   }
   report_zero_weights<C>(a, plan, item, zeros);
@@ -323,8 +335,8 @@ void grad_score_span(const Backward& a, const Plan& plan, int64_t index, void* b
       const Own own = own_of(seen(band.row + r), band);
       const int64_t row = item.row + band.row + r;
       C* out = at<C>(a.grad_score, item, row);
-      softmax_backward(a, item, row, own.column, own.end(), (C)plan.grad_score_scale,
-                       matrix + r * stride + own.from, out + own.column, zeros);
+      normalisation_backward(a, item, row, own.column, own.end(), (C)plan.grad_score_scale,
+                             matrix + r * stride + own.from, out + own.column, zeros);
       clear_outside(out, a.W, own.column, own.end());
     }
   });

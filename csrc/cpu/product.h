@@ -163,13 +163,15 @@ bool is_finite(C* x, int64_t stride, int64_t rows, int64_t width, C scale) {
 }
 
 // Compute out = scale * sum_k p[k] v[k] in one pass over the rows of v, four at a time, skipping
-// those of weight 0. `acc` is a buffer for one row.
+// those of weight 0. Sums of partial sums lose less than one long sum; `acc` is a buffer for both.
 template <class T, class C, class O>
 void gemm_small_row(const C* p, int64_t p_col, int64_t n, const T* v, int64_t v_stride, int64_t width,
                     C scale, O* out, C* acc) {
   constexpr int kLanes = Vector<C>::width;
-  for (int64_t c = 0; c < round_up(width, kLanes); ++c) acc[c] = 0;
-  for (int64_t k = 0;;) {
+  constexpr int64_t kPart = 256;  // fours of a partial sum
+  C* const total = acc + round_up(width, kLanes);
+  for (C* x = acc; x < total + round_up(width, kLanes); ++x) *x = 0;
+  for (int64_t k = 0, fours = 1;; ++fours) {
     const T* row[4];
     C x[4] = {};
     int found = 0;
@@ -183,8 +185,11 @@ void gemm_small_row(const C* p, int64_t p_col, int64_t n, const T* v, int64_t v_
     for (int64_t c = 0; c < width; ++c)
       acc[c] += (x[0] * widen(row[0][c]) + x[1] * widen(row[1][c])) +
                 (x[2] * widen(row[2][c]) + x[3] * widen(row[3][c]));
+    if (fours % kPart) continue;
+    for (int64_t c = 0; c < width; ++c) total[c] += acc[c], acc[c] = 0;
   }
-  for (int64_t c = 0; c < width; c += kLanes) put<O, C>(out + c, load(acc + c) * scale, width - c);
+  for (int64_t c = 0; c < width; c += kLanes)
+    put<O, C>(out + c, (load(total + c) + load(acc + c)) * scale, width - c);
 }
 
 // Pack `n` rows, two vectors of columns at a time, with zeros past `width`.
@@ -242,7 +247,7 @@ void gemm_small(const C* p, int64_t p_row, int64_t p_col, int64_t rows, int64_t 
 template <class C>
 int64_t gemm_small_scratch(int64_t n, int64_t width) {
   constexpr int kLanes = Vector<C>::width;
-  return n * 2 * kLanes + round_up(width, kLanes);
+  return n * 2 * kLanes + 2 * round_up(width, kLanes);
 }
 
 }  // namespace

@@ -202,6 +202,65 @@ C exponentiate(const Row<C>& s, C top, int64_t first, C* statistics) {
   return mass;
 }
 
+// Or replace the scores, less the largest and times alpha - 1, by the weights of sparsemax (alpha 2) or
+// 1.5-entmax, up to rounding; return their sum:
+//   p = max(0, z - t)^r,  r = 1 / (alpha - 1),  with the threshold t of sum p = 1
+// Newton's method starts at most at t, where the sum is convex and falls, so it never passes t; with
+// r = 1 it ends there. NaN stays.
+template <class C, template <class> class Row>
+C entmax(const Row<C>& s, C top, Normalisation normalisation) {
+  constexpr int kLanes = Vector<C>::width;
+  const C infinity = __builtin_inf(), shift = top == -infinity ? 0 : top;
+  const bool square = normalisation == Normalisation::entmax15;
+  const C factor = square ? 0.5 : 1;
+  for (int64_t j = s.first(); j < s.end(); j += kLanes) s.put(j, (s.get(j, -infinity) - shift) * factor);
+  C threshold = -1;
+  for (;;) {
+    Vec<C> totals[2] = {};  // of p and of its slope
+    add_up<C>(s.first(), s.end(), totals, [&](int64_t j, auto& sums) {
+      const Vec<C> d = s.get(j, -infinity) - threshold, zero = {};
+      const Vec<C> above = d > 0 ? d : zero;
+      sums[0] += square ? above * above : above;
+      sums[1] += square ? above + above : d > 0 ? zero + 1 : zero;
+    });
+    const C next = threshold + (sum<C>(totals[0]) - 1) / sum<C>(totals[1]);
+    if (!(next > threshold)) break;
+    threshold = next;
+  }
+  Vec<C> total[1] = {};
+  add_up<C>(s.first(), s.end(), total, [&](int64_t j, auto& sums) {
+    const Vec<C> d = s.get(j, -infinity) - threshold, above = d > 0 ? d : Vec<C>{};
+    const Vec<C> p = d == d ? (square ? above * above : above) : d;
+    sums[0] += p;
+    s.put(j, p);
+  });
+  return sum<C>(total[0]);
+}
+
+// Compute the statistics of weights whose sum is `mass`, as `exponentiate` does.
+template <class C, template <class> class Row>
+void describe(const Row<C>& s, C mass, int64_t first, C* statistics) {
+  const auto each_weight = [&](const auto& f) {
+    for (int64_t j = s.first(); j < s.end(); j += Vector<C>::width) {
+      const Vec<C> p = s.get(j, (C)0);
+      for (int lane = 0; lane < Vector<C>::width; ++lane)
+        if (p[lane] > 0) f((double)p[lane], (double)(j + lane));
+    }
+  };
+  double entropy = 0, most = 0, position = 0, mean = 0, variance = 0;
+  each_weight([&](double p, double j) {
+    entropy -= p * ::log(p);
+    if (p > most) most = p, position = j;
+    mean += p / mass * j;
+  });
+  each_weight([&](double p, double j) { variance += p / mass * (j - mean) * (j - mean); });
+  statistics[kEntropy] = entropy / mass;
+  statistics[kLargest] = most / mass;
+  statistics[kPosition] = first + position;
+  statistics[kMean] = first + mean;
+  statistics[kVariance] = variance;
+}
+
 // Third, divide by the mass; return the log of the mass. A row without mass becomes zeros: see
 // `fill_nan_row`. `zeros` marks the lanes where a weight is 0.
 template <class C, template <class> class Row>

@@ -213,6 +213,7 @@ void grad_tile(const C* q, const C* k, const C* g, int64_t g_stride, int64_t n, 
     q1[i] = load(q + i * 2 * kLanes + kLanes);
   }
   for (int64_t j = 0; j < n; ++j) {
+    if (g[j] == 0 && g[(I - 1) * g_stride + j] == 0) continue;  // I is 1 or 2
     const Vec<C> k0 = load(k + j * 2 * kLanes), k1 = load(k + j * 2 * kLanes + kLanes);
     Vec<C> gk0 = load(grad_k + j * 2 * kLanes), gk1 = load(grad_k + j * 2 * kLanes + kLanes);
     for (int i = 0; i < I; ++i) {

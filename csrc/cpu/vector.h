@@ -235,6 +235,13 @@ static inline Vec<double> exp(Vec<double> x) {
   return x;
 }
 
+template <class C>
+static inline Vec<C> square_root(Vec<C> x) {
+  for (int i = 0; i < Vector<C>::width; ++i)
+    x[i] = sizeof(C) == 4 ? __builtin_sqrtf(x[i]) : __builtin_sqrt(x[i]);
+  return x;
+}
+
 // Return 1 / x within 1 ulp, for 1 <= x < 2^126. (With 8 lanes the division unit keeps up.)
 static inline Vec<float> reciprocal(Vec<float> x) {
 #if defined(__AVX512F__)

@@ -2,9 +2,9 @@
 
 import torch
 
-from attnfast.functional import NORMALISATIONS
 from attnfast.integrations.adapter import Adapter, UnsupportedCall
 from attnfast.integrations.helpers import attend, keep_in_graph
+from attnfast.ops.coverage import NORMALISATIONS
 
 
 class Original:

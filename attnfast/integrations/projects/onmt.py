@@ -44,7 +44,9 @@ def attended(self, src, source, **seen):
     else:
         key, weight = source, None
         query = self.linear_in(src) if self.attn_type == "general" else src
-    context, weights = attend(self, query, key, source, weight, **seen)
+    context, weights = attend(
+        self, query, key, source, weight, normalisation=self.attn_func, **seen
+    )
     out = project_joined(self, self.linear_out, context, src, source)
     return out if self.attn_type == "mlp" else torch.tanh(out), weights
 
@@ -90,7 +92,8 @@ def unrolled(self, layer, words, memory):
     of_output = None if of_output is None else of_output[0]
     masks = {"dropout_between": of_layers, "dropout_output": of_output}
     state, query = state_of(*self.state["hidden"], feed=feed), getattr(self.attn, "linear_in", None)
-    steps = run_decoder(layer, words, state, query, memory, **masks)
+    terms = {"normalisation": self.attn.attn_func}
+    steps = run_decoder(layer, words, state, query, memory, terms=terms, **masks)
     last = [last_states(x) for x in (steps.states, steps.cells) if x is not None]
     return tuple(last), steps.attentional, steps.weights
 
@@ -193,7 +196,6 @@ COMMON: dict[str, Any] = {
         "linear_in.weight", "linear_context.weight", "linear_query.weight", "linear_query.bias",
         "v.weight", "linear_out.bias", "linear_cover.weight",
     ],
-    "skip_reason": lambda m: "its weights are a sparsemax" if m.attn_func != "softmax" else None,
     "known_attributes": ["attn_func", "dim", "sparsemax"],
     "note": "a source without words has weights 0 instead of NaN",
 }  # fmt: skip
