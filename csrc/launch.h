@@ -118,6 +118,9 @@ Normalisation normalisation_of(const std::string& name) {
   throw std::runtime_error("normalisation must be one that csrc/launch.h lists, got " + name);
 }
 
+// Return whether kernels compute sparsemax and 1.5-entmax.
+bool weights_may_be_sparse();
+
 // The rules that check arguments against an operator's first one, which has batch and heads in
 // front of its last two sizes. attnfast.ops.arguments rejects the same arguments and explains the
 // error.
@@ -174,13 +177,13 @@ class ArgumentChecker {
     return !x || (placed(*x, types) && begins(*x, true) && ends(*x, lead, wanted, true));
   }
 
-  // With a history, a softmax, or a sigmoid unless it has a transition; without one, a softmax, or,
-  // on the CPU, one with weights of 0.
-  bool normalises(const std::string& name, bool history = false, bool transition = false) const {
+  // With a history, a softmax, or a sigmoid unless it has a transition; without one, a softmax, or
+  // one with weights of 0.
+  static bool normalises(const std::string& name, bool history = false, bool transition = false) {
     const Normalisation chosen = normalisation_of(name);
     if (chosen == Normalisation::softmax) return true;
     return history ? chosen == Normalisation::sigmoid && !transition
-                   : chosen != Normalisation::sigmoid && first.is_cpu();
+                   : chosen != Normalisation::sigmoid && weights_may_be_sparse();
   }
 
   // Parameters: these sizes for each head, or once for all heads.

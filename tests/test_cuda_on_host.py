@@ -27,7 +27,9 @@ from attention_cases import Case, cases, fuzz
 import attnfast
 import attnfast.decoding.memory
 import attnfast.functional
+from attnfast.ops.attention import ATTENTION
 from attnfast.ops.backends import unsupported_reason
+from attnfast.ops.recurrent import attention_of
 
 ROOT = Path(__file__).parent.parent
 HOST = ROOT / "tests" / "cuda_host"
@@ -348,7 +350,7 @@ SMALL_LAYERS = [
     x
     for x in test_recurrent.CASES
     if x.B * x.T * max(x.H, x.Tk) < 5e3
-    and not {"past", "narrow", *test_recurrent.STACK, *test_recurrent.MASKS} & {*x.terms}
+    and not {"past", "narrow", *test_recurrent.LACKING_ON_CUDA} & {*x.terms}
 ]
 
 
@@ -403,6 +405,16 @@ def test_what_a_recurrent_layer_has_not(term, argument, reason, recurrent):
         test_recurrent.RECURRENT.backward(recurrent, backward)
     asked = torch.device("cuda"), torch.float32, "recurrent", False, 0, term == "past"
     assert reason in unsupported_reason("cuda", *asked, term != "past")
+
+
+@pytest.mark.parametrize("term", test_recurrent.SPARSE)
+def test_a_softmax_alone_is_computed(term, recurrent):
+    args = test_recurrent.call(test_recurrent.Case("gru", "attend_first", terms=(term,)))
+    with pytest.raises(RuntimeError, match="normalisation does not fit"):
+        test_recurrent.RECURRENT(recurrent, args)
+    of_step = attention_of(args, args.key[:, :1], slice(0, 1))
+    with pytest.raises(RuntimeError, match="normalisation does not fit"):
+        ATTENTION(recurrent, of_step)
 
 
 FEEDS, EVERYTHING = "input_feeding", test_recurrent.EVERYTHING

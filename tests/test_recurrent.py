@@ -59,6 +59,9 @@ MASKS = (
     "dropout of state", "dropout of query", "dropout of feed", "dropout of joined",
     "dropout of output",
 )  # fmt: skip
+#: Weights of which many are 0.
+SPARSE = ("sparsemax", "entmax15")
+LACKING_ON_CUDA = (*STACK, *MASKS, *SPARSE)
 #: With "sigmoid" the weights of a history are normalised sigmoids, with "detached" it is cut.
 #: With "past" attention has a history, and no span; with "unread" no gradient comes for contexts.
 PAST = ("past", "filters", "penalty", "fertility", "transition")
@@ -154,6 +157,7 @@ def _wide_call(case: Case, device: torch.device) -> RecurrentInputs:
     if "span" in terms:
         first = torch.randint(-2, Tk + 1, (B if case.seed % 2 else 1, T, 1), generator=g)
         args["key_bounds"] = torch.cat([first, first + 4], -1).to(device)
+    [args["normalisation"]] = [x for x in SPARSE if x in terms] or ["softmax"]
     return RecurrentInputs(**args)
 
 
@@ -175,8 +179,11 @@ def past(case: Case, g: torch.Generator, A: int, device: torch.device) -> dict[s
         chance = torch.rand(case.B, case.T, generator=g, dtype=torch.float64)
         made["transition_prob"] = 0.05 + 0.9 * chance  # its gradient is divided by u or 1 − u
     tensors = {name: x.to(device, case.dtype).requires_grad_() for name, x in made.items()}
-    options = {"sigmoid": "sigmoid", "detach_history": "detached"}
-    return tensors | {name: term in case.terms for name, term in options.items()}
+    return {
+        **tensors,
+        "normalisation": "sigmoid" if "sigmoid" in case.terms else "softmax",
+        "detach_history": "detached" in case.terms,
+    }
 
 
 def doubled(args: RecurrentInputs) -> RecurrentInputs:
@@ -228,6 +235,8 @@ def served(backend: str, dtype: torch.dtype, terms: tuple[str, ...] = ()) -> Non
     )
     if reason := unsupported_reason(backend, *asked):
         pytest.skip(f"{backend}: {reason}")
+    if {*SPARSE} & {*terms} and backend != "cpu":
+        pytest.skip(f"{backend}: its kernels compute the softmax alone")
     if "narrow" in terms and backend != "cpu":
         pytest.skip(f"{backend}: weights are of the numbers' dtype")
 
@@ -365,6 +374,14 @@ CASES = [
         for more in (STACK, ("narrow",), PAST)
     ),
     *(Case(mode, None, terms=("dropout of state", "targets"), H=70) for mode in GATES),
+    *(
+        Case("lstm", x, score, terms=(*terms, normalisation), seed=seed, Tk=40)
+        for x in RECURRENCES
+        for normalisation in SPARSE
+        for seed, (score, terms) in enumerate(
+            [("dot", ()), ("tanh", EVERYTHING), ("tanh", (*EVERYTHING, "unread", *STACK))]
+        )
+    ),
     *(
         Case("gru", "input_feeding", "tanh", terms=(*EVERYTHING, *STACK, *MASKS), **{size: 0})
         for size in ("B", "T", "Tk", "Dv")

@@ -27,6 +27,7 @@ using cpu::Pass;
 using cpu::Plan;
 
 bool bias_may_be_of_sums() { return true; }
+bool weights_may_be_sparse() { return true; }
 
 const torch::stable::Device kCpu(torch::headeronly::DeviceType::CPU);
 

@@ -15,6 +15,7 @@ namespace attnfast {
 namespace {
 
 bool bias_may_be_of_sums() { return false; }
+bool weights_may_be_sparse() { return false; }
 
 class Launch {
   torch::stable::Device device;

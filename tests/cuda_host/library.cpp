@@ -42,6 +42,7 @@ inline AOTITorchError counted_addmm_out(AtenTensorHandle out, AtenTensorHandle s
 namespace attnfast {
 namespace {
 bool bias_may_be_of_sums() { return false; }
+bool weights_may_be_sparse() { return false; }
 template <class Call>
 void run_forward(const Call& a) {
   launch_forward(a, LaunchOnHost<kThreads>{});
