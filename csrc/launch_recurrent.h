@@ -37,6 +37,7 @@ bool multiplies_narrow();
   X(Optional, dropout_between, sizes, dtype, {layers - 1, B, T, H})       \
   X(Optional, dropout_output, sizes, dtype, {B, T, output_dim})           \
   X(Optional, dropout_state, layered, dtype, {B, T, H})                   \
+  X(Optional, dropout_cell, layered, dtype, {B, T, H})                    \
   X(Optional, dropout_query, sizes, dtype, {B, T, H})                     \
   X(Optional, dropout_feed, sizes, dtype, {B, T, F})                      \
   X(Optional, dropout_joined, sizes, dtype, {B, T, Dv + H})               \
@@ -62,6 +63,7 @@ bool multiplies_narrow();
   X(Optional, key_exponentials, exponentials, given.score) \
   X(Optional, packed, bytes)                               \
   ATTNFAST_LAYER_OPTIONS(X)                                \
+  X(bool, zoneout, any)                                    \
   X(bool, detach_history, any)
 
 #define ATTNFAST_RECURRENT_BACKWARD(X)                                    \
@@ -86,6 +88,7 @@ bool multiplies_narrow();
   X(Tensor, log_weights, of_steps, given.transition_prob.has_value(), Tk) \
   X(Tensor, sigmoid_sum, of_steps, given.normalisation == "sigmoid", 1)   \
   ATTNFAST_LAYER_OPTIONS(X)                                               \
+  X(bool, zoneout, any)                                                   \
   X(bool, detach_history, any)                                            \
   X(bool, need_grad_input, any)                                           \
   X(bool, need_grad_parameters, any)                                      \
@@ -144,6 +147,7 @@ struct LayerChecker : ArgumentChecker, FilterSizes {
       needs(given.dropout_between, given.weight_ih_upper, "dropout_between");
       needs(given.dropout_output, given.weight_output, "dropout_output");
       needs(given.dropout_joined, given.weight_output, "dropout_joined");
+      needs(given.dropout_cell, given.cell, "dropout_cell");
       needs(given.dropout_query, given.key, "dropout_query");
       needs(given.dropout_feed, given.key, "dropout_feed");
     }
@@ -293,6 +297,8 @@ void put_layer(const Arguments& given, const LayerChecker& fit, Layer& a, KeepAl
     a.dropout_between = packed_view(given.dropout_between, keep, true);
     a.dropout_output = packed_view(given.dropout_output, keep);
     a.dropout_state = packed_view(given.dropout_state, keep, fit.stacked);
+    a.dropout_cell = packed_view(given.dropout_cell, keep, fit.stacked);
+    a.zoneout = given.zoneout;
     a.dropout_query = packed_view(given.dropout_query, keep);
     a.dropout_feed = packed_view(given.dropout_feed, keep);
     a.dropout_joined = packed_view(given.dropout_joined, keep);

@@ -20,8 +20,11 @@ struct Layer {
   int64_t B, T, E, H, F, output_dim, Tk, A, Dv;
   View input, hidden, first_cell, feed, dropout;
   // Rows [B, T, .] that are multiplied into the inputs of the layers above the first, attentional
-  // vectors, new states, the states that become queries, fed vectors, and [context; state].
-  View dropout_between, dropout_output, dropout_state, dropout_query, dropout_feed, dropout_joined;
+  // vectors, new states, new cell states, the states that become queries, fed vectors, and [context;
+  // state].
+  View dropout_between, dropout_output, dropout_state, dropout_cell, dropout_query, dropout_feed,
+      dropout_joined;
+  bool zoneout;  // what a state's mask leaves out, the previous state fills in
   View weight_ih, weight_hh, weight_ih_upper, weight_query, weight_output;
   View bias_ih, bias_hh, bias_query, bias_output;
   const int64_t* target_lengths;  // [B] or null

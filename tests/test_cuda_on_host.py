@@ -388,13 +388,15 @@ def test_a_recurrent_layer_takes_no_packed_weights(recurrent):
         ("stack", "weight_ih_upper", "one recurrent layer"),
         ("dropout of output", "dropout_output", "dropout that changes from step to step"),
         ("dropout of state", "dropout_state", "dropout that changes from step to step"),
+        ("dropout of cell", "dropout_cell", "dropout that changes from step to step"),
         ("dropout of query", "dropout_query", "dropout that changes from step to step"),
         ("dropout of feed", "dropout_feed", "dropout that changes from step to step"),
         ("dropout of joined", "dropout_joined", "dropout that changes from step to step"),
     ],
 )
 def test_what_a_recurrent_layer_has_not(term, argument, reason, recurrent):
-    case = test_recurrent.Case("gru", "input_feeding", "tanh", terms=("projection", term))
+    mode = "lstm" if term == "dropout of cell" else "gru"
+    case = test_recurrent.Case(mode, "input_feeding", "tanh", terms=("projection", term))
     args = test_recurrent.call(case)
     with pytest.raises(RuntimeError, match=f"{argument} does not fit"):
         test_recurrent.RECURRENT(recurrent, args)

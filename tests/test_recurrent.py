@@ -57,7 +57,7 @@ STACK = ("stack", "dropout above", "dropout of output")
 #: Dropout of every step alone.
 MASKS = (
     "dropout of state", "dropout of query", "dropout of feed", "dropout of joined",
-    "dropout of output",
+    "dropout of output", "dropout of cell",
 )  # fmt: skip
 #: Weights of which many are 0.
 SPARSE = ("sparsemax", "entmax15")
@@ -125,6 +125,9 @@ def _wide_call(case: Case, device: torch.device) -> RecurrentInputs:
         args["dropout"] = mask(*layers, B, H)
     if "dropout of state" in terms:
         args["dropout_state"] = mask(*layers, B, T, H)
+    if "dropout of cell" in terms and case.mode == "lstm":
+        args["dropout_cell"] = mask(*layers, B, T, H)
+    args["zoneout"] = "zoneout" in terms
     if "stack" in terms:
         args["weight_ih_upper"] = floats(layers[0] - 1, G * H, H, scale=max(H, 1) ** -0.5)
         if "dropout above" in terms:
@@ -374,6 +377,13 @@ CASES = [
         for more in (STACK, ("narrow",), PAST)
     ),
     *(Case(mode, None, terms=("dropout of state", "targets"), H=70) for mode in GATES),
+    *(
+        Case(mode, x, "tanh", terms=(*terms, "zoneout", "dropout of state", "dropout of cell"))
+        for mode in GATES
+        for x in (None, "attend_first")
+        for terms in ((), ("targets", "dropout", "stack"))
+    ),
+    Case("lstm", None, H=70, terms=("dropout of cell", "zoneout", "targets")),
     *(
         Case("lstm", x, score, terms=(*terms, normalisation), seed=seed, Tk=40)
         for x in RECURRENCES

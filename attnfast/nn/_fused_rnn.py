@@ -37,7 +37,7 @@ from attnfast.ops.backends import (
 from attnfast.ops.coverage import CoverageInputs
 from attnfast.ops.operators import is_tracing
 from attnfast.ops.recurrent import RECURRENT, WEIGHTS, RecurrentInputs, feed_size
-from attnfast.ops.reference import cell_step
+from attnfast.ops.reference import cell_step, dropped
 from attnfast.ops.span import rows_at
 
 #: The parameters of a cell.
@@ -245,14 +245,15 @@ def run_layer(
     target_lengths: Tensor | None = None,
     target_mask: Tensor | None = None,
     need_weights: bool = False,
+    zoneout: bool = False,
     detach_history: bool = False,
     **dropouts: Tensor | None,
 ) -> LayerOutputs:
     """Run a layer, or a stack, over ``input [B, T, E]``, starting from ``state``.
 
     ``state.hidden`` is ``[B, H]``, or ``[L, B, H]`` for a stack. ``target_mask [B, T]`` is for
-    attention whose history needs it; ``detach_history`` and ``dropouts``, masks by name, are those
-    of :class:`attnfast.ops.recurrent.RecurrentInputs`. One operator runs the layer if it can,
+    attention whose history needs it; ``zoneout``, ``detach_history`` and ``dropouts``, masks by
+    name, are those of :class:`attnfast.ops.recurrent.RecurrentInputs`. One operator runs the layer if it can,
     otherwise a loop over steps of PyTorch's cells. A single step of one layer keeps the packed
     parameters for the next step, if the backend packs them.
     """
@@ -277,7 +278,7 @@ def run_layer(
         return _run_steps(
             layer, input, state, attention, memory, target_lengths=target_lengths,
             target_mask=target_mask, need_weights=need_weights, dropouts=given,
-            detach_history=detach_history,
+            zoneout=zoneout, detach_history=detach_history,
         )  # fmt: skip
     terms: dict[str, Any] = {}
     history = packed = None
@@ -292,7 +293,7 @@ def run_layer(
         state.cell, bias_ih=layer.bias_ih, bias_hh=layer.bias_hh,
         weight_output=getattr(output, "weight", None), bias_output=getattr(output, "bias", None),
         target_lengths=target_lengths, weight_ih_upper=layer.weight_ih_upper, mode=layer.mode,
-        detach_history=detach_history, attends_first=layer.attends_first, **terms, **given,  # type: ignore[arg-type]
+        zoneout=zoneout, detach_history=detach_history, attends_first=layer.attends_first, **terms, **given,  # type: ignore[arg-type]
     )  # fmt: skip
     if single and not is_tracing():
         packed = _packed(call, backend, state.packed)
@@ -427,6 +428,7 @@ def _run_steps(
     target_lengths: Tensor | None,
     target_mask: Tensor | None,
     need_weights: bool,
+    zoneout: bool = False,
     detach_history: bool = False,
     dropouts: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> LayerOutputs:
@@ -459,9 +461,9 @@ def _run_steps(
         if features:
             x = torch.cat([x, _drop(f, masks.get("dropout_feed"))], -1)
         if every:
-            new_h, new_c = _move_all(every, x, h, c, masks)
+            new_h, new_c = _move_all(every, x, h, c, masks, zoneout)
         else:
-            new_h, new_c = _move(layer, x, h, c, masks)
+            new_h, new_c = _move(layer, x, h, c, masks, zoneout)
         last = new_h[-1] if stacked else new_h
         if attention is not None and not layer.attends_first:
             context, weights, history = attend(last, t)
@@ -509,28 +511,40 @@ def _drop(x: Any, mask: Tensor | None) -> Any:
 
 
 def _move_all(
-    every: list[Layer], x: Tensor, h: Tensor, c: Tensor | None, masks: Mapping[str, Tensor]
+    every: list[Layer],
+    x: Tensor,
+    h: Tensor,
+    c: Tensor | None,
+    masks: Mapping[str, Tensor],
+    zoneout: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the next states and cells of a stack ``[L, B, H]``."""
     states, cells = [], []
-    of_layers = [name for name in ("dropout", "dropout_state") if name in masks]
+    of_layers = [x for x in ("dropout", "dropout_state", "dropout_cell") if x in masks]
     for i, layer in enumerate(every):
         if i and "dropout_between" in masks:
             x = x * masks["dropout_between"][i - 1]
         own = {name: masks[name][i] for name in of_layers}
-        x, cell = _move(layer, x, h[i], None if c is None else c[i], own)
+        x, cell = _move(layer, x, h[i], None if c is None else c[i], own, zoneout)
         states.append(x)
         cells.append(cell)
     return torch.stack(states), None if c is None else torch.stack(cells)  # type: ignore[arg-type]
 
 
 def _move(
-    layer: Layer, x: Tensor, h: Tensor, c: Tensor | None, masks: Mapping[str, Tensor]
+    layer: Layer,
+    x: Tensor,
+    h: Tensor,
+    c: Tensor | None,
+    masks: Mapping[str, Tensor],
+    zoneout: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the next state and cell."""
-    if "dropout_state" in masks:
-        now, c = _move(layer, x, h, c, {n: y for n, y in masks.items() if n != "dropout_state"})
-        return now * masks["dropout_state"], c
+    of_states = [masks.get(name) for name in ("dropout_state", "dropout_cell")]
+    if any(mask is not None for mask in of_states):
+        now = _move(layer, x, h, c, {n: y for n, y in masks.items() if n == "dropout"}, zoneout)
+        made = zip(now, (h, c), of_states)
+        return tuple(x if m is None else dropped(x, before, m, zoneout) for x, before, m in made)  # type: ignore[return-value]
     if layer.rnn is not None:
         every = h if h.dim() == 3 else h.unsqueeze(0)
         if c is None:

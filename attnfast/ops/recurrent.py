@@ -65,12 +65,15 @@ class RecurrentInputs(NamedTuple):
 
     Dropout masks are factors: ``dropout [B, H]``, the same at all steps, of the state that
     ``weight_hh`` reads; ``dropout_state [B, T, H]`` of the cell's new state, whatever reads it;
+    ``dropout_cell [B, T, H]`` of an LSTM's new cell state, after the state is computed from it;
     ``dropout_query [B, T, H]`` of the state that becomes the query; ``dropout_feed [B, T, F]`` of
     the vector that a step is fed; ``dropout_joined [B, T, Dv + H]`` of [c; h], which
-    ``weight_output`` reads; ``dropout_output [B, T, F]`` of the attentional vectors.
+    ``weight_output`` reads; ``dropout_output [B, T, F]`` of the attentional vectors. With
+    ``zoneout`` (Krueger et al., ICLR 2017, arXiv:1606.01305) a state or cell state and its mask m
+    become m · new + (1 − m) · previous.
 
     With ``weight_ih_upper [L − 1, G·H, H]`` there are L layers, two or more; ``hidden``, ``cell``,
-    ``weight_hh``, ``bias_ih``, ``bias_hh``, ``dropout``, ``dropout_state`` and the results
+    ``weight_hh``, ``bias_ih``, ``bias_hh``, ``dropout``, ``dropout_state``, ``dropout_cell`` and the results
     ``states``, ``cells`` and ``gates`` are stacked, ``[L, ..]``. ``dropout_between [L − 1, B, T,
     H]`` is of the inputs of the layers above the first. ``key_exponentials`` is that of
     :class:`AttentionInputs`; ``packed`` is what ``pack`` of the same backend returned for the
@@ -101,6 +104,7 @@ class RecurrentInputs(NamedTuple):
     dropout_between: Tensor | None = None
     dropout_output: Tensor | None = None
     dropout_state: Tensor | None = None
+    dropout_cell: Tensor | None = None
     dropout_query: Tensor | None = None
     dropout_feed: Tensor | None = None
     dropout_joined: Tensor | None = None
@@ -118,6 +122,7 @@ class RecurrentInputs(NamedTuple):
     scale: float = 1.0
     score: str = "dot"
     normalisation: str = "softmax"
+    zoneout: bool = False
     detach_history: bool = False
 
 
@@ -178,6 +183,7 @@ class RecurrentBackward(NamedTuple):
     dropout_between: Tensor | None
     dropout_output: Tensor | None
     dropout_state: Tensor | None
+    dropout_cell: Tensor | None
     dropout_query: Tensor | None
     dropout_feed: Tensor | None
     dropout_joined: Tensor | None
@@ -202,6 +208,7 @@ class RecurrentBackward(NamedTuple):
     scale: float
     score: str
     normalisation: str
+    zoneout: bool
     detach_history: bool
     need_grad_input: bool
     need_grad_parameters: bool
@@ -252,6 +259,7 @@ PER_LAYER = (
     "bias_hh",
     "dropout",
     "dropout_state",
+    "dropout_cell",
     "states",
     "cells",
     "gates",
@@ -346,7 +354,7 @@ def check(call: RecurrentInputs) -> None:
     for name, of in (
         ("bias_query", "weight_query"), ("bias_output", "weight_output"),
         ("dropout_output", "weight_output"), ("dropout_joined", "weight_output"),
-        ("dropout_between", "weight_ih_upper"),
+        ("dropout_between", "weight_ih_upper"), ("dropout_cell", "cell"),
     ):  # fmt: skip
         if getattr(call, name) is not None and getattr(call, of) is None:
             raise_value_error(name, f"None without {of}", "a tensor")
@@ -361,6 +369,7 @@ def check(call: RecurrentInputs) -> None:
         "feed": (B, F), "bias_ih": (gates,), "bias_hh": (gates,), "weight_query": (A, H),
         "bias_query": (A,), "weight_output": (F, Dv + H), "bias_output": (F,), "dropout": (B, H),
         "transition_prob": (B, T), "dropout_output": (B, T, F), "dropout_state": (B, T, H),
+        "dropout_cell": (B, T, H),
         "dropout_query": (B, T, H), "dropout_feed": (B, T, F), "dropout_joined": (B, T, Dv + H),
     }  # fmt: skip
     if lead := layers(call):

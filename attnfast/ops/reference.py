@@ -299,6 +299,11 @@ def cell_step(
     return o * c.tanh(), c, torch.cat([i, f, g, o], -1)
 
 
+def dropped(now: Any, before: Any, mask: Tensor, zoneout: bool) -> Tensor:
+    """Return a state times its mask; with zoneout, what that leaves out is of the state before."""
+    return before + mask * (now - before) if zoneout else now * mask
+
+
 def linear(call: LinearInputs) -> LinearOutputs:
     """Compute the product and add the bias."""
     return LinearOutputs(torch.nn.functional.linear(call.input, call.weight, call.bias))
@@ -369,8 +374,11 @@ def recurrent(call: RecurrentInputs) -> RecurrentOutputs:
                 read = read * call.dropout_between[i - 1, :, t]
             x = linear(read, level.weight_ih, level.bias_ih)
             read, c, gates = cell_step(level, x, *moved[i])
-            if level.dropout_state is not None:
-                read = read * level.dropout_state[:, t]
+            made = zip((read, c), moved[i], (level.dropout_state, level.dropout_cell))
+            read, c = (
+                now if mask is None else dropped(now, before, mask[:, t], call.zoneout)
+                for now, before, mask in made
+            )
             moved[i] = read, c
             saved_gates.append(gates)
         h = moved[-1][0]

@@ -349,8 +349,8 @@ class BackwardPass {
     const C* const gates = row<C>(level.gates, b, t) + i;
     const C* const state = row<C>(level.states, b, t) + i;
     const C* const before = (t ? row<C>(level.states, b, t - 1) : row<C>(level.hidden, b)) + i;
-    const C* const drops =
-        a.dropout_state.data ? row<C>(at_layer<C>(a.dropout_state, layer), b, t) + i : nullptr;
+    const C *const of_state = factors_of<C>(level.dropout_state, b, t, i), *const of_cell = factors_of<C>(
+                                                                               level.dropout_cell, b, t, i);
     const C *cell = nullptr, *cell_before = nullptr, *given_cell = nullptr;
     if constexpr (Known::cell == Cell::lstm) {
       cell = row<C>(level.cells, b, t) + i;
@@ -359,24 +359,36 @@ class BackwardPass {
     }
     for_vectors<C>(H - i, [&](int64_t c, int64_t n) {
       const auto part = [&](const C* from) { return load_part(from + c, n, (C)0); };
-      Vec<C> saved[kMostGates] = {}, now = {}, old = {}, grad_cell = {};
+      Vec<C> saved[kMostGates] = {}, now = {}, old = {}, grad_cell = {}, past_state = {}, past_cell = {};
       for (int gate = 0; gate < Known::saved; ++gate) saved[gate] = part(gates + gate * H);
       if constexpr (Known::cell == Cell::lstm) {
         now = part(cell), old = part(cell_before), grad_cell = part(to_cell);
         if (given_cell) grad_cell += part(given_cell);
+        if (of_cell) {
+          now = saved[1] * old + saved[0] * saved[2];  // before the dropout
+          take_through(part(of_cell), grad_cell, past_cell);
+        }
       }
+      const Vec<C> last = part(before);
       Vec<C> g = part(to_state) + load(x + c) + part(given), value = part(state);
-      if (drops) {
-        const Vec<C> factor = part(drops);
-        g *= factor;
+      if (of_state) {
+        const Vec<C> factor = part(of_state);
+        take_through(factor, g, past_state);
+        if (a.zoneout) value -= last - factor * last;
         value = factor == 0 ? Vec<C>{} : value / factor;  // before the dropout; any, if it has no gradient
       }
       const Unit<Vec<C>> back =
-          cell_backward<Known::cell, C, Math>(saved, value, part(before), now, old, g, grad_cell);
-      if constexpr (Known::cell == Cell::lstm) store_part(to_cell + c, back.cell, n);
-      store_part(to_state + c, back.state, n);
+          cell_backward<Known::cell, C, Math>(saved, value, last, now, old, g, grad_cell);
+      if constexpr (Known::cell == Cell::lstm) store_part(to_cell + c, back.cell + past_cell, n);
+      store_part(to_state + c, back.state + past_state, n);
       for (int gate = 0; gate < Known::sums; ++gate) store_part(out + gate * H + c, back.gates[gate], n);
     });
+  }
+
+  // Take a gradient through a state's dropout; with zoneout, the rest goes to the previous state.
+  void take_through(Vec<C> factor, Vec<C>& gradient, Vec<C>& past) const {
+    if (a.zoneout) past = gradient - factor * gradient;
+    gradient *= factor;
   }
 
   // Add to x[r] the gates' gradients times weight_hh, the gradient of the previous state.

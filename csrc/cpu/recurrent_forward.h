@@ -288,8 +288,8 @@ class Forwards {
     const C* const bias = packed.bias_of(a, layer) + i;
     const C* const mask = a.dropout.data ? row<C>(level.dropout, b) + i : nullptr;
     const bool lifts = lifted && layer + 1 < a.layers;
-    const C* const drops =
-        a.dropout_state.data ? row<C>(at_layer<C>(a.dropout_state, layer), b, t) + i : nullptr;
+    const C *const of_state = factors_of<C>(level.dropout_state, b, t, i), *const of_cell = factors_of<C>(
+                                                                               level.dropout_cell, b, t, i);
     const C* const lift = lifts ? row<C>(at_layer<C>(a.dropout_between, layer), b, t) + i : nullptr;
     const C* cell_before = nullptr;
     C *const state = row<C>(level.states, b, t) + i, *const gates = row<C>(level.gates, b, t) + i;
@@ -306,9 +306,11 @@ class Forwards {
       }
       if constexpr (Known::cell == Cell::gru)
         sum[3] = load(x + 3 * kMostBatch * kPanel<C> + c) + load(bias + 3 * width + c);
+      const Vec<C> old = load_part(before + i + c, n, (C)0);
       const Vec<C> last = cell_before ? load_part(cell_before + c, n, (C)0) : Vec<C>{};
-      Unit<Vec<C>> unit = cell_forward<Known::cell, C, Math>(sum, load_part(before + i + c, n, (C)0), last);
-      if (drops) unit.state *= load_part(drops + c, n, (C)0);
+      Unit<Vec<C>> unit = cell_forward<Known::cell, C, Math>(sum, old, last);
+      if (of_state) unit.state = dropped<C>(unit.state, old, load_part(of_state + c, n, (C)0), a.zoneout);
+      if (of_cell) unit.cell = dropped<C>(unit.cell, last, load_part(of_cell + c, n, (C)0), a.zoneout);
       if (pads) unit = Unit<Vec<C>>{};
       store_part(state + c, unit.state, n);
       if (cell) store_part(cell + c, unit.cell, n);

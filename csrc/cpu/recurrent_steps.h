@@ -34,12 +34,19 @@ View at_layer(View x, int64_t layer) {
   return x;
 }
 struct Level {
-  View hidden, first_cell, dropout, states, cells, gates;
+  View hidden, first_cell, dropout, dropout_state, dropout_cell, states, cells, gates;
 };
 template <class C>
 Level level_of(const Layer& a, int64_t layer) {
   const auto of = [&](const View& x) { return at_layer<C>(x, layer); };
-  return {of(a.hidden), of(a.first_cell), of(a.dropout), of(a.states), of(a.cells), of(a.gates)};
+  return {.hidden = of(a.hidden),
+          .first_cell = of(a.first_cell),
+          .dropout = of(a.dropout),
+          .dropout_state = of(a.dropout_state),
+          .dropout_cell = of(a.dropout_cell),
+          .states = of(a.states),
+          .cells = of(a.cells),
+          .gates = of(a.gates)};
 }
 template <class C>
 Level last_level(const Layer& a) {
@@ -48,6 +55,12 @@ Level last_level(const Layer& a) {
 
 // Return true unless step t of sequence b is padding.
 bool runs(const Layer& a, int64_t b, int64_t t) { return !a.target_lengths || t < a.target_lengths[b]; }
+
+// Return a mask's rows of step t from feature i on, or null.
+template <class C>
+const C* factors_of(const View& mask, int64_t b, int64_t t, int64_t i) {
+  return mask.data ? row<C>(mask, b, t) + i : nullptr;
+}
 
 // ---- products -----------------------------------------------------------------------------------
 
@@ -95,6 +108,12 @@ struct Math {
   static inline __attribute__((always_inline)) Vec<C> tanh(Vec<C> x) { return tanh_of(x); }
   static inline __attribute__((always_inline)) Vec<C> sigmoid(Vec<C> x) { return sigmoid_of(x); }
 };
+
+// Apply dropout or zoneout to a new state.
+template <class C>
+Vec<C> dropped(Vec<C> now, Vec<C> before, Vec<C> factor, bool zoneout) {
+  return zoneout ? before + factor * (now - before) : now * factor;
+}
 
 // ---- attention ----------------------------------------------------------------------------------
 

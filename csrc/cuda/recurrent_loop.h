@@ -110,6 +110,7 @@ void refuse_unknown(const Arguments& given, const LayerChecker& fit) {
   fit.check(!given.weight_ih_upper, "weight_ih_upper");
   fit.check(!given.dropout_output, "dropout_output");
   fit.check(!given.dropout_state, "dropout_state");
+  fit.check(!given.dropout_cell, "dropout_cell");
   fit.check(!given.dropout_query, "dropout_query");
   fit.check(!given.dropout_feed, "dropout_feed");
   fit.check(!given.dropout_joined, "dropout_joined");
