@@ -271,11 +271,27 @@ def torchaudio_decoder(D):
     )  # fmt: skip
 
 
+def coqui_decoder(D):
+    coqui = common.alone("TTS.tts.layers.tacotron.tacotron2", "scipy")
+    return coqui.Decoder(
+        in_channels=D, frame_channels=80, r=1, attn_type="original", attn_win=False,
+        attn_norm="sigmoid", prenet_type="original", prenet_dropout=True, attn_K=1,
+        separate_stopnet=True, max_decoder_steps=4, location_attn=True, forward_attn=False,
+        trans_agent=False, forward_attn_mask=False,
+    )  # fmt: skip
+
+
 def torchaudio_target(m, source, states):
     frames = states[..., :80].transpose(1, 2)
     torch.manual_seed(0)  # of the prenet's dropout
     mel, gate, _ = m(source, frames, torch.full((len(source),), source.shape[1]))
     return torch.cat([mel, gate.unsqueeze(1)], 1)
+
+
+def coqui_target(m, source, states):
+    torch.manual_seed(0)  # of the dropouts
+    mel, _, stop = m(source, states[..., :80], torch.ones(source.shape[:2]) > 0)
+    return torch.cat([mel, stop.unsqueeze(1)], 1)
 
 
 def yoyodyne_target(m, source, states):
@@ -388,6 +404,7 @@ CASES = {
     "ESPnet decoder, AttLoc": Case(HEARD, espnet_decoder("location"), espnet_target, True),
     "ESPnet decoder, AttCov": Case(HEARD, espnet_decoder("coverage"), espnet_target, True),
     "Tacotron 2 decoder": Case(SPOKEN, torchaudio_decoder, torchaudio_target, True),
+    "Coqui's Tacotron 2 decoder": Case(SPOKEN, coqui_decoder, coqui_target, True),
 }  # fmt: skip
 WHOLE = {
     "joeynmt decoder": (joeynmt_decoder, joeynmt_target),

@@ -1185,6 +1185,17 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
             ("[above.states, steps.contexts]", "[steps.contexts, above.states]"),
         ],
     },
+    ("attnfast/integrations/projects/coqui.py", "tests/integrations/test_coqui.py"): {
+        "attended": [("torch.cat([v.weight[0], v.bias])", "torch.cat([v.weight[0], 0 * v.bias])")],
+        "Decoder.forward": [
+            ("dropout_cell=of_first[1]", "dropout_cell=of_first[0]"),
+            ("self.query, self.att", "_, self.att"),
+        ],
+    },
+    ("attnfast/nn/_fused_rnn.py", "tests/test_nn_recurrent.py -k steps_drop"): {
+        "_move": [('("dropout_state", "dropout_cell")]', '("dropout_state", "dropout")]')],
+        "_move_all": [("own, zoneout)", "own)")],
+    },
     ("attnfast/integrations/projects/wavernn.py", "tests/integrations/test_wavernn.py"): {
         "WaveRNN.forward": [("self.conv.weight.flip(1)", "self.conv.weight")],
         "VoiceCloning.forward": [("if padded:", "if False:")],

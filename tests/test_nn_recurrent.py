@@ -282,6 +282,23 @@ def test_a_stack_is_pytorchs_in_a_loop(recurrence, kind, of_torch):
 
 
 @pytest.mark.cpu_library
+@pytest.mark.parametrize("zoneout", [False, True])
+@pytest.mark.parametrize("layers", [1, 2])
+def test_steps_drop_states_as_the_operator_does(layers, zoneout, monkeypatch):
+    torch.manual_seed(0)
+    rnn = nn.LSTM(6, 12, layers, batch_first=True).double()
+    layer, x = layer_code.Layer.of(rnn), torch.randn(3, 7, 6, dtype=torch.float64)
+    shape = (2, 3, 7, 12) if layers == 2 else (3, 7, 12)
+    state = layer_code.RecurrentState(*x.new_ones(2, *shape[:-2], 12))
+    masks = {n: 1.5 * x.new_empty(shape).bernoulli_() for n in ("dropout_state", "dropout_cell")}
+    run = lambda: layer_code.run_layer(layer, x, state, zoneout=zoneout, **masks)  # noqa: E731
+    whole = run()
+    monkeypatch.setattr(layer_code, "select_layer_backend", lambda *_, **__: (None, ""))
+    for one, other in zip(run()[:2], whole[:2]):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.cpu_library
 def test_dropout_within_a_stack(monkeypatch):
     layer, x, source, lengths = layer_and_inputs(
         attn.AttentionGRU, "bahdanau", num_layers=2, query_layer="last", dropout=0.5,

@@ -253,9 +253,9 @@ def run_layer(
 
     ``state.hidden`` is ``[B, H]``, or ``[L, B, H]`` for a stack. ``target_mask [B, T]`` is for
     attention whose history needs it; ``zoneout``, ``detach_history`` and ``dropouts``, masks by
-    name, are those of :class:`attnfast.ops.recurrent.RecurrentInputs`. One operator runs the layer if it can,
-    otherwise a loop over steps of PyTorch's cells. A single step of one layer keeps the packed
-    parameters for the next step, if the backend packs them.
+    name, are those of :class:`attnfast.ops.recurrent.RecurrentInputs`. One operator runs the layer
+    if it can, otherwise a loop over steps of PyTorch's cells. A single step of one layer keeps the
+    packed parameters for the next step, if the backend packs them.
     """
     single = input.shape[1] == 1
     backend, reason, output = None, "its cell or output layer is no plain module", layer.output
@@ -293,7 +293,8 @@ def run_layer(
         state.cell, bias_ih=layer.bias_ih, bias_hh=layer.bias_hh,
         weight_output=getattr(output, "weight", None), bias_output=getattr(output, "bias", None),
         target_lengths=target_lengths, weight_ih_upper=layer.weight_ih_upper, mode=layer.mode,
-        zoneout=zoneout, detach_history=detach_history, attends_first=layer.attends_first, **terms, **given,  # type: ignore[arg-type]
+        zoneout=zoneout, detach_history=detach_history, attends_first=layer.attends_first,
+        **terms, **given,  # type: ignore[arg-type]
     )  # fmt: skip
     if single and not is_tracing():
         packed = _packed(call, backend, state.packed)

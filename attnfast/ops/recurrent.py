@@ -73,9 +73,9 @@ class RecurrentInputs(NamedTuple):
     become m · new + (1 − m) · previous.
 
     With ``weight_ih_upper [L − 1, G·H, H]`` there are L layers, two or more; ``hidden``, ``cell``,
-    ``weight_hh``, ``bias_ih``, ``bias_hh``, ``dropout``, ``dropout_state``, ``dropout_cell`` and the results
-    ``states``, ``cells`` and ``gates`` are stacked, ``[L, ..]``. ``dropout_between [L − 1, B, T,
-    H]`` is of the inputs of the layers above the first. ``key_exponentials`` is that of
+    ``weight_hh``, ``bias_ih``, ``bias_hh``, ``dropout``, ``dropout_state``, ``dropout_cell`` and
+    the results ``states``, ``cells`` and ``gates`` are stacked, ``[L, ..]``. ``dropout_between [L −
+    1, B, T, H]`` is of the inputs of the layers above the first. ``key_exponentials`` is that of
     :class:`AttentionInputs`; ``packed`` is what ``pack`` of the same backend returned for the
     parameters.
     """

@@ -374,11 +374,10 @@ def recurrent(call: RecurrentInputs) -> RecurrentOutputs:
                 read = read * call.dropout_between[i - 1, :, t]
             x = linear(read, level.weight_ih, level.bias_ih)
             read, c, gates = cell_step(level, x, *moved[i])
-            made = zip((read, c), moved[i], (level.dropout_state, level.dropout_cell))
-            read, c = (
-                now if mask is None else dropped(now, before, mask[:, t], call.zoneout)
-                for now, before, mask in made
-            )
+            if level.dropout_state is not None:
+                read = dropped(read, moved[i][0], level.dropout_state[:, t], call.zoneout)
+            if level.dropout_cell is not None:
+                c = dropped(c, moved[i][1], level.dropout_cell[:, t], call.zoneout)
             moved[i] = read, c
             saved_gates.append(gates)
         h = moved[-1][0]

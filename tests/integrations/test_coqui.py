@@ -7,7 +7,15 @@ from itertools import product
 
 import pytest
 import torch
-from integrations.common import alone, compare, preparations, same_training_step
+from integrations.common import (
+    alone,
+    compare,
+    operators,
+    preparations,
+    same_after_training,
+    same_training_step,
+    serve,
+)
 
 import attnfast
 
@@ -88,30 +96,37 @@ def test_an_unknown_norm_is_refused():
 class Model(torch.nn.Module):
     """Coqui's Tacotron 2 decoder, whose widths are fixed, on an encoder of its own."""
 
-    def __init__(self, **options):
+    def __init__(self, norm="softmax", separate_stopnet=False, **options):
         super().__init__()
         torch.manual_seed(0)
         self.encoder = torch.nn.LSTM(4, 6, batch_first=True)
         self.decoder = tacotron2.Decoder(
-            in_channels=6, frame_channels=3, r=2, attn_type="original", attn_norm="softmax",
-            prenet_type="original", prenet_dropout=True, attn_K=1, separate_stopnet=False,
-            max_decoder_steps=4, **options,
+            in_channels=6, frame_channels=3, r=2, attn_type="original", attn_norm=norm,
+            prenet_type="original", prenet_dropout=True, attn_K=1, max_decoder_steps=4,
+            separate_stopnet=separate_stopnet, **options,
         )  # fmt: skip
 
     def forward(self, source, speech, mask):
         return self.decoder(self.encoder(source)[0], speech, mask)
 
 
-@pytest.mark.parametrize("kind", ["location", "forward", "windows"])
-def test_whole_decoders(kind):
+def model(kind):
     forward = kind == "forward"
-    plain = Model(
-        location_attn=True, forward_attn=forward, trans_agent=forward, forward_attn_mask=forward,
-        attn_win=kind == "windows",
+    return Model(
+        location_attn=kind != "content", forward_attn=forward, trans_agent=forward,
+        forward_attn_mask=forward, attn_win=kind == "windows", separate_stopnet=kind == "windows",
+        norm="sigmoid" if kind == "sigmoid" else "softmax",
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["location", "sigmoid", "forward", "windows", "content"])
+def test_whole_decoders(kind):
+    """Dropout, of cell states too, takes the same random numbers."""
+    plain = model(kind)
     served = copy.deepcopy(plain)
     report = attnfast.replace(served)
-    assert [x.path for x in report.replaced] == ["decoder.attention"]
+    whole = kind not in ("forward", "content")
+    assert [x.path for x in report.replaced] == ["decoder"] * whole + ["decoder.attention"]
     source, mask = torch.randn(3, 7, 4), torch.arange(7) < torch.tensor([[7], [2], [5]])
     same_training_step(plain, served, lambda m: m(source, torch.randn(3, 6, 3), mask))
     spoken = []
@@ -120,3 +135,25 @@ def test_whole_decoders(kind):
         with torch.no_grad():
             spoken.append(m.decoder.inference(m.encoder(source[:1])[0]))
     torch.testing.assert_close(*spoken, rtol=1e-4, atol=1e-5)
+
+
+def speak(decoder, draw):
+    for lengths, mask in (((6, 1, 4), True), ((7,), False)):
+        B, Tk = len(lengths), max(lengths)
+        for T in (10, 2):
+            seen = draw.seen(lengths, Tk) if mask else None
+            yield decoder(draw(B, Tk, 6), draw(B, T, 3), seen), decoder.context, decoder.query
+
+
+@pytest.mark.parametrize("kind", ["sigmoid", "windows"])
+def test_the_decoder_trains(kind):
+    decoder = model(kind).decoder
+    same_after_training(decoder, speak)
+    serve(decoder)
+    assert operators(decoder.train(), speak) == 2, "all targets but those of one step"
+
+
+def test_windows_in_evaluation_are_its_own():
+    decoder = model("windows").decoder
+    serve(decoder)
+    assert operators(decoder.eval(), speak) == 0

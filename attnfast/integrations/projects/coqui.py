@@ -1,9 +1,22 @@
-"""The attention of Coqui's (and Mozilla's) Tacotrons."""
+"""The attention of Coqui's (and Mozilla's) Tacotrons, and Tacotron 2's decoder."""
+
+from types import SimpleNamespace
 
 import torch
+from torch.nn.functional import pad
 
+from attnfast.decoding import Memory
 from attnfast.integrations.adapter import Adapter, UnsupportedCall
-from attnfast.integrations.helpers import attend, keep_in_graph
+from attnfast.integrations.fused_decoders import (
+    LOOP,
+    fusion_skip_reason,
+    linear_of,
+    masks_of,
+    run_decoder,
+)
+from attnfast.integrations.helpers import attend, is_plain, keep_in_graph
+from attnfast.nn._fused_rnn import NAMES, Layer, RecurrentState, run_layer
+from attnfast.nn.stateful import CumulativeState, LocationAwareAttention
 from attnfast.ops.coverage import NORMALISATIONS
 
 
@@ -44,6 +57,123 @@ class Original:
         return keep_in_graph(context, bias)
 
 
+def why_not_whole(decoder):
+    """Say what of a decoder the operator does not know, or None."""
+    attention = decoder.attention
+    if not getattr(attention, "location_attention", False) or attention.forward_attn:
+        return "its attention is not location-sensitive, or it is forward attention"
+    if attention.norm not in NORMALISATIONS:
+        return f"the norm {attention.norm!r} of its attention is not known"
+    return None
+
+
+def layers_of(self, T, inputs, dropouts):
+    """Return both layers of a decoder, or raise if no operator can run its loop over the frames."""
+    attention, cells = self.attention, (self.attention_rnn, self.decoder_rnn)
+    layers = [
+        Layer("lstm", *[getattr(x, n) for n in NAMES], attends_first=False) for x in cells
+    ]  # fmt: skip
+    reason = why_not_whole(self)
+    if attention.windowing and not self.training:
+        reason = "its weights have windows in evaluation"
+    if reason:
+        raise UnsupportedCall(reason)
+    dropout, *rest = self.stopnet
+    if not is_plain(self.stopnet, torch.nn.Sequential) or not is_plain(dropout, torch.nn.Dropout):
+        raise UnsupportedCall("its stop network is not a dropout and a layer")
+    first = inputs.new_zeros(1, len(inputs), cells[0].hidden_size)
+    if reason := fusion_skip_reason(
+        layers[0], T, inputs, [first], attention, *cells, attention, self.linear_projection, *rest,
+        drops=any(x.training and x.p > 0 for x in dropouts), remembers=True,
+    ):  # fmt: skip
+        raise UnsupportedCall(reason)
+    return layers
+
+
+def attended(self, layer, frames, inputs, processed, mask, **masks):
+    """Run the layer that attends over all frames.
+
+    The bias of the score, which changes a sigmoid, is a feature whose tanh is 1 at every key.
+    """
+    attention, past = self.attention, inputs.new_zeros(inputs.shape[:2])
+    v, location = attention.v.linear_layer, attention.location_layer
+    last = (0, 0, 0, 1)  # a row of zeros
+    terms = {
+        "location_conv": location.location_conv1d, "channels": "both",
+        "location_proj": linear_of(pad(location.location_dense.linear_layer.weight, last)),
+        "normalisation": attention.norm,
+    }  # fmt: skip
+    saturated = 20.0 if frames.dtype == torch.float64 else 10.0
+    keys = Memory(
+        pad(processed, (0, 1), value=saturated), inputs,
+        mask=None if mask is None else mask.unsqueeze(1),
+        score_vector=torch.cat([v.weight[0], v.bias]), score="tanh",
+    )  # fmt: skip
+    h = frames.new_zeros(len(inputs), self.attention_rnn.hidden_size)
+    state = RecurrentState(h, h, history=CumulativeState(past, past))
+    query = linear_of(pad(attention.query_layer.linear_layer.weight, last))
+    return run_decoder(
+        layer, frames, state, query, keys, kind=LocationAwareAttention, terms=terms, **masks
+    )
+
+
+class Decoder:
+    """h = LSTM([P y; c], h), c = attend(h), s = LSTM([h; c], s), y = W [s; c] + b.
+
+    Dropout also reaches the cell state of the first layer. The second changes nothing that the
+    first reads: it runs on all steps of the first at once, and so do the outputs.
+    """
+
+    def forward(self, inputs, memories, mask):
+        frames = self._reshape_memory(memories)
+        of_query = SimpleNamespace(p=self.p_attention_dropout, training=self.training)
+        of_hidden = SimpleNamespace(p=self.p_decoder_dropout, training=self.training)
+        dropouts = of_query, of_hidden, self.stopnet[0]
+        layers = layers_of(self, len(frames), inputs, dropouts)
+        start = self.get_go_frame(inputs).unsqueeze(0)
+        frames = self.prenet(self._update_memory(torch.cat([start, frames])))[:-1].transpose(0, 1)
+        self._init_states(inputs, mask=mask)
+        self.attention.init_states(inputs)
+        size = self.decoder_rnn.hidden_size
+        stop_size = size + self.linear_projection.linear_layer.out_features
+        h = frames.new_zeros(len(inputs), self.attention_rnn.hidden_size)
+        drawn = masks_of(
+            frames.shape[1], h,
+            [(of_query, 2), (of_hidden, 1, size), (self.stopnet[0], 1, stop_size)],
+        )  # fmt: skip
+        of_first, above, stop = ([None, None] if x is None else x for x in drawn)
+        steps = attended(
+            self, layers[0], frames, inputs, self.processed_inputs, mask,
+            dropout_state=of_first[0], dropout_cell=of_first[1],
+        )  # fmt: skip
+        s = frames.new_zeros(len(inputs), size)
+        joined = torch.cat([steps.states, steps.contexts], -1)
+        upper = run_layer(layers[1], joined, RecurrentState(s, s), dropout_state=above[0])
+        made = self.linear_projection(torch.cat([upper.states, steps.contexts], -1))
+        ends = torch.cat([upper.states, made], -1)
+        ends = ends.detach() if self.separate_stopnet else ends
+        ends = self.stopnet[1](ends if stop[0] is None else ends * stop[0])
+        self.query, self.attention_rnn_cell_state = steps.states[:, -1], steps.cells[:, -1]
+        self.decoder_hidden, self.decoder_cell = upper.states[:, -1], upper.cells[:, -1]
+        self.context = steps.contexts[:, -1]
+        self.attention.attention_weights = steps.weights[:, -1]
+        self.attention.attention_weights_cum = steps.history.coverage
+        shown = made[..., : self.r * self.frame_channels], ends.squeeze(2), steps.weights
+        outputs, stop_tokens, weights = self._parse_outputs(*[x.unbind(1) for x in shown])
+        return outputs, weights, stop_tokens
+
+
+def speak(decoder, draw):
+    """Call a decoder by teacher forcing."""
+    decoder.train(decoder.training or bool(decoder.attention.windowing))
+    for lengths in draw.sources((5, 2, 4), (3, 3)):
+        B, Tk = len(lengths), max(lengths)
+        for T in draw.steps(4, 1, 2):
+            inputs = draw(B, Tk, decoder.encoder_embedding_dim)
+            frames = draw(B, T * decoder.r, decoder.frame_channels)
+            yield decoder(inputs, frames, draw.seen(lengths, Tk))
+
+
 def example(attention, draw):
     """Decode two batches and, as at inference, one sentence without a mask."""
     attention.train(attention.training or bool(attention.windowing))  # windows have no gradient
@@ -58,6 +188,7 @@ def example(attention, draw):
             yield attention(query, inputs, processed, mask), attention.attention_weights
 
 
+EMPTY = "a source without frames has weights 0 instead of NaN"
 DISTRIBUTIONS = ["coqui-tts"]
 ADAPTERS = [
     Adapter(
@@ -76,7 +207,22 @@ ADAPTERS = [
         example=example,
         # of masks, and of the windows that its own code makes
         known_attributes=["data", "_mask_value", "win_idx", "win_back", "win_front"],
-        note="a source without frames has weights 0 instead of NaN",
+        note=EMPTY,
+        dtype=torch.float32,
+    ),
+    Adapter(
+        name="Coqui's Tacotron 2 decoder",
+        implementation=Decoder,
+        classes=["TTS.tts.layers.tacotron.tacotron2.Decoder"],
+        parameters=[
+            *("prenet.*", "attention_rnn.*", "attention.*", "decoder_rnn.*"),
+            *("linear_projection.*", "stopnet.*"),
+        ],
+        attention="attention",
+        example=speak,
+        weight_scale=4.0,  # a recurrence makes more of rounding
+        skip_reason=why_not_whole,
+        note=f"{EMPTY}; {LOOP}",
         dtype=torch.float32,
     ),
 ]
