@@ -11,7 +11,7 @@ from attnfast._utils.dispatch_log import record
 from attnfast.ops import reference
 from attnfast.ops.arguments import as_returned, raise_on_tangents
 from attnfast.ops.attention import ATTENTION, AttentionInputs, AttentionOutputs
-from attnfast.ops.operators import ForwardOperator, is_tracing, unchecked
+from attnfast.ops.operators import ForwardOperator, is_tracing, needs_gradient, unchecked
 from attnfast.ops.scores import SCORING, ScoreInputs
 from attnfast.outputs import AttentionOutput, attention_result
 
@@ -30,7 +30,7 @@ def run(operator: ForwardOperator, call: Any, backend: str) -> Any:
         raise_on_tangents(call)
         if not torch.is_grad_enabled():
             return operator(backend, call)
-        if not any([x.requires_grad for x in call if isinstance(x, Tensor)]):
+        if not needs_gradient(call):
             return operator(backend, call)
         if call._fields[-1] == "need_weights":  # the backward reads them
             call = unchecked(type(call), (*call[:-1], True))
@@ -60,14 +60,14 @@ def _compose(call: AttentionInputs, backend: str) -> AttentionOutputs:
 
 def run_attention(call: AttentionInputs, backend: str) -> AttentionOutput:
     """Run attention and return an AttentionOutput."""
-    if is_fused(call.normalisation, backend):
-        context, weights, log_sum_exp, statistics = run(ATTENTION, call, backend)
-    else:
-        context, weights, log_sum_exp, statistics = _compose(call, backend)
+    is_softmax = call.normalisation == "softmax"
+    fused = is_softmax or is_fused(call.normalisation, backend)
+    found = run(ATTENTION, call, backend) if fused else _compose(call, backend)
+    context, weights, log_sum_exp, statistics = found
     weights = as_returned(weights, call.query.dtype, call.need_weights)
     return attention_result(
         context,
         weights,
-        log_sum_exp if call.normalisation == "softmax" else None,
+        log_sum_exp if is_softmax else None,
         statistics if call.need_statistics else None,
     )

@@ -57,9 +57,14 @@ def is_tracing() -> bool:
     return torch.compiler.is_compiling() or torch.jit.is_tracing()
 
 
+def needs_gradient(arguments: Any) -> bool:
+    """Return whether a tensor among arguments requires a gradient."""
+    return any([x.requires_grad for x in arguments if isinstance(x, Tensor)])
+
+
 def call(overload: Any, arguments: Any) -> Any:
     """Call an operator; below autograd, which is faster, if no gradient is needed."""
-    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or (torch.is_grad_enabled() and needs_gradient(arguments)):
         return results_of(overload(*arguments))
     with below_autograd():
         return results_of(overload(*arguments))
