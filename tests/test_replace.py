@@ -19,7 +19,7 @@ from integrations.reference_projects import Plain
 from torch import nn
 
 import attnfast
-from attnfast.integrations import ADAPTERS, attend
+from attnfast.integrations import ADAPTERS, attend_to_source
 from attnfast.integrations.cache import PLACE
 from attnfast.integrations.patch import adapter_serving
 from attnfast.integrations.registry import PROJECTS
@@ -251,7 +251,7 @@ def test_an_optional_argument_that_is_new_goes_to_the_own_class():
         ((None, mask), {}, True),
     ]
     for args, more, ours in calls:
-        with mock.patch("integrations.plain.attend", wraps=attend) as attending:
+        with mock.patch("integrations.plain.attend_to_source", wraps=attend_to_source) as attending:
             got = served(state, memory, *args, **more)
         torch.testing.assert_close(got, plain(state, memory, *args, **more))
         assert attending.called == ours

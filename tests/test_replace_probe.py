@@ -15,7 +15,7 @@ from integrations.reference_projects import Plain
 from torch import nn
 
 import attnfast
-from attnfast.integrations import ADAPTERS, attend, project
+from attnfast.integrations import ADAPTERS, attend_to_source, project
 
 
 @pytest.fixture(autouse=True)
@@ -75,7 +75,9 @@ def test_a_missing_gradient_is_a_difference():
     class Untouched(Served):
         def forward(self, state, memory, mask=None):
             key = project(self, "key", self.key, memory)
-            return attend(self, self.query(state), key, memory, self.energy.weight, mask=mask)
+            return attend_to_source(
+                self, self.query(state), key, memory, self.energy.weight, mask=mask
+            )
 
     register(Untouched)
     report = attnfast.replace(model())

@@ -3,7 +3,7 @@
 from attnfast.integrations.adapter import Adapter, ProbeInputs, UnsupportedCall
 from attnfast.integrations.cache import cached_per_source
 from attnfast.integrations.helpers import (
-    attend,
+    attend_to_source,
     batch_first,
     keep_in_graph,
     multiplied,
@@ -20,7 +20,7 @@ __all__ = [
     "ProbeInputs",
     "Report",
     "UnsupportedCall",
-    "attend",
+    "attend_to_source",
     "batch_first",
     "cached_per_source",
     "keep_in_graph",

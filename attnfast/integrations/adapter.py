@@ -147,10 +147,10 @@ class Adapter:
         TypeError: ``implementation`` is not a class, or a name is not a string.
 
     Example:
-        >>> from attnfast.integrations import Adapter, attend
+        >>> from attnfast.integrations import Adapter, attend_to_source
         >>> class FusedAttention:  # replaces the methods of ``my_project.Attention``
         ...     def forward(self, state, source):
-        ...         return attend(self, self.W(state), source, source)
+        ...         return attend_to_source(self, self.W(state), source, source)
         >>> def example(module, draw):
         ...     for lengths in draw.sources([5], [3]):
         ...         source = draw(len(lengths), max(lengths), module.W.out_features)

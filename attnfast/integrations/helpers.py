@@ -9,15 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from attnfast.decoding import Memory, attend_with_history, prepare
-from attnfast.decoding import attend as attend_to
+from attnfast.decoding import Memory, attend, attend_with_history, prepare
 from attnfast.integrations.adapter import UnsupportedCall
 from attnfast.integrations.cache import cached_per_source
 from attnfast.nn import _linear
 
 __all__ = [
-    "attend",
     "attend_to_map",
+    "attend_to_source",
     "batch_first",
     "is_plain",
     "keep_in_graph",
@@ -136,7 +135,7 @@ def batch_first(module: nn.Module, states: Tensor) -> Tensor:
     return cached_per_source(module, "states", lambda: states.transpose(0, 1), source=states)
 
 
-def attend(
+def attend_to_source(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -173,7 +172,9 @@ def attend(
 
     Example:
         >>> module, query, key = torch.nn.Module(), torch.randn(2, 8), torch.randn(2, 5, 8)
-        >>> context, weights = attnfast.integrations.attend(module, query, key, key, torch.randn(8))
+        >>> context, weights = attnfast.integrations.attend_to_source(
+        ...     module, query, key, key, torch.randn(8)
+        ... )
         >>> context.shape, weights.shape
         (torch.Size([2, 8]), torch.Size([2, 5]))
     """
@@ -199,7 +200,7 @@ def attend(
         once=lambda: made(Memory, score=score),
     )  # fmt: skip
     memory = memory if mask is None else memory._replace(mask=mask)
-    how: Any = attend_with_history if history or normalisation == "sigmoid" else attend_to
+    how: Any = attend_with_history if history or normalisation == "sigmoid" else attend
     options = {"scale": scale, "normalisation": normalisation, "need_weights": True}
     context, weights, *_ = how(query, memory, **options, **history)
     if step:
@@ -219,8 +220,8 @@ def attend_to_map(
 ) -> Tensor:
     """Return the context of a feature map ``[B, C, H, W]``, whose keys are ``conv(features)``.
 
-    The other arguments are those of :func:`attend`, with H · W keys, row by row. The keys are
-    cached per source if the convolution is a plain ``nn.Conv2d``.
+    The other arguments are those of :func:`attend_to_source`, with H · W keys, row by row. The keys
+    are cached per source if the convolution is a plain ``nn.Conv2d``.
     """
     if type(conv) is nn.Conv2d:
         key = cached_per_source(
@@ -229,7 +230,7 @@ def attend_to_map(
     else:
         key = _rows(conv(features))
     value = cached_per_source(module, "value", lambda: _rows(features), key, source=features)
-    context, weights = attend(module, query, key, value, score_vector, mask=mask)
+    context, weights = attend_to_source(module, query, key, value, score_vector, mask=mask)
     return multiplied(context, weights, features)
 
 

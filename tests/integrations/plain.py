@@ -9,7 +9,7 @@ from integrations.reference_projects import Plain
 from torch import nn
 
 import attnfast
-from attnfast.integrations import Adapter, attend, keep_in_graph, project
+from attnfast.integrations import Adapter, attend_to_source, keep_in_graph, project
 from attnfast.nn import _linear
 
 PARAMETERS = ["query.weight", "query.bias", "key.weight", "energy.weight", "energy.bias"]
@@ -20,7 +20,7 @@ class Served:
 
     def forward(self, state, memory, mask=None):
         key = project(self, "key", self.key, memory)
-        context, self.last = attend(
+        context, self.last = attend_to_source(
             self, self.query(state), key, memory, self.energy.weight, mask=mask
         )
         return keep_in_graph(context, self.energy.bias), self.last

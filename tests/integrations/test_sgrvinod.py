@@ -11,7 +11,7 @@ from integrations.plain import projections
 from integrations.reference_projects import CaptionAttention
 
 import attnfast
-from attnfast.integrations import attend
+from attnfast.integrations import attend_to_source
 
 
 def use(attention, draw):
@@ -68,7 +68,9 @@ def test_hidden_keys_are_no_reason_for_nan():
     mask = torch.tensor([[True, True, False, False], [False] * 4, [True] * 4])
     lengths, whole = torch.tensor([2, 0, 4]), torch.ones(3, 4, dtype=torch.bool)
     for seen in ({"mask": mask}, {"lengths": lengths}, {"mask": whole, "lengths": lengths}):
-        context, weights = attend(holder, query, key, value, weight, activation="relu", **seen)
+        context, weights = attend_to_source(
+            holder, query, key, value, weight, activation="relu", **seen
+        )
         assert context[:2].isfinite().all() and weights[0].sum().isclose(torch.tensor(1.0))
         assert not weights[1].any() and weights[2].isnan().all() and context[2].isnan().all()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from attnfast.integrations.adapter import Adapter
 from attnfast.integrations.cache import cached_per_source
-from attnfast.integrations.helpers import attend
+from attnfast.integrations.helpers import attend_to_source
 
 
 class AllenNLP:
@@ -15,7 +15,9 @@ class AllenNLP:
             self, "key", lambda: matrix @ self._u_matrix, matrix, self._u_matrix
         )
         mask = None if matrix_mask is None else matrix_mask != 0
-        return attend(self, vector @ self._w_matrix, key, None, self._v_vector, mask=mask)[1]
+        return attend_to_source(
+            self, vector @ self._w_matrix, key, None, self._v_vector, mask=mask
+        )[1]
 
 
 def example(attention, draw):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from attnfast.integrations.adapter import Adapter
-from attnfast.integrations.helpers import attend, keep_in_graph, project
+from attnfast.integrations.helpers import attend_to_source, keep_in_graph, project
 
 
 class Aster:
@@ -11,7 +11,7 @@ class Aster:
 
     def forward(self, x, sPrev):
         query, key = self.sEmbed(sPrev.squeeze(0)), project(self, "key", self.xEmbed, x)
-        weights = attend(self, query, key, None, self.wEmbed.weight)[1]
+        weights = attend_to_source(self, query, key, None, self.wEmbed.weight)[1]
         return keep_in_graph(weights, self.wEmbed.bias)
 
 

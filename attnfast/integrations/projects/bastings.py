@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from attnfast.integrations.adapter import Adapter, UnsupportedCall
-from attnfast.integrations.helpers import attend
+from attnfast.integrations.helpers import attend_to_source
 
 
 class Annotated:
@@ -13,7 +13,7 @@ class Annotated:
         assert mask is not None, "mask is required"
         if query.dim() != 3 or query.shape[1] != 1 or mask.dim() != 3:
             raise UnsupportedCall("the query is not [B, 1, D] or the mask not [B, 1, T]")
-        context, self.alphas = attend(
+        context, self.alphas = attend_to_source(
             self, self.query_layer(query), proj_key, value, self.energy_layer.weight, mask=mask != 0
         )
         return context, self.alphas

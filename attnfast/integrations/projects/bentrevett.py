@@ -20,7 +20,7 @@ from attnfast.integrations.fused_decoders import (
     masks_of,
     run_decoder,
 )
-from attnfast.integrations.helpers import attend, batch_first, is_plain, project_both
+from attnfast.integrations.helpers import attend_to_source, batch_first, is_plain, project_both
 from attnfast.nn._fused_rnn import Layer, RecurrentState
 
 
@@ -39,7 +39,9 @@ class Bentrevett:
         if not is_plain(layer):
             raise UnsupportedCall("its attention layer has hooks or is no plain nn.Linear")
         query, key = project_both(self, layer, hidden, batch_first(self, encoder_outputs))
-        return attend(self, query, key, None, weight, mask=None if mask is None else mask != 0)[1]
+        return attend_to_source(
+            self, query, key, None, weight, mask=None if mask is None else mask != 0
+        )[1]
 
 
 class Steps:

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from attnfast.decoding import Memory
 from attnfast.integrations.adapter import Adapter, UnsupportedCall
 from attnfast.integrations.fused_decoders import fusion_skip_reason, run_decoder, state_of
-from attnfast.integrations.helpers import attend, is_plain, project
+from attnfast.integrations.helpers import attend_to_source, is_plain, project
 from attnfast.nn._fused_rnn import NAMES, Layer
 
 
@@ -18,7 +18,7 @@ class Recognition:
 
     def forward(self, prev_hidden, batch_H, char_onehots):
         query, key = self.h2h(prev_hidden[0]), project(self, "key", self.i2h, batch_H)
-        context, weights = attend(self, query, key, batch_H, self.score.weight)
+        context, weights = attend_to_source(self, query, key, batch_H, self.score.weight)
         state = self.rnn(torch.cat([context, char_onehots], 1), prev_hidden)
         return state, weights.unsqueeze(2)
 

@@ -14,7 +14,7 @@ from attnfast.integrations.fused_decoders import (
     masks_of,
     run_decoder,
 )
-from attnfast.integrations.helpers import attend, is_plain, keep_in_graph
+from attnfast.integrations.helpers import attend_to_source, is_plain, keep_in_graph
 from attnfast.nn._fused_rnn import NAMES, Layer, RecurrentState, run_layer
 from attnfast.nn.stateful import CumulativeState, LocationAwareAttention
 from attnfast.ops.coverage import NORMALISATIONS
@@ -42,7 +42,7 @@ class Original:
                 "previous": self.attention_weights,
                 "coverage": self.attention_weights_cum.clone(),  # the project changes it
             }
-        context, weights = attend(
+        context, weights = attend_to_source(
             self, self.query_layer(query), processed_inputs, None if self.forward_attn else inputs,
             self.v.linear_layer.weight, mask=mask, **terms,
         )  # fmt: skip

@@ -14,7 +14,7 @@ from attnfast.integrations.fused_decoders import (
     run_decoder,
     state_of,
 )
-from attnfast.integrations.helpers import attend, project
+from attnfast.integrations.helpers import attend_to_source, project
 from attnfast.nn._fused_rnn import Layer
 from attnfast.ops.arguments import length_mask
 
@@ -31,7 +31,7 @@ def attended(self, query, key, values, valid_lens, score_vector=None, scale=1.0)
     mask = None if valid_lens is None else seen(key, valid_lens)
     drops = self.dropout.training and self.dropout.p > 0
     value = None if drops else values
-    context, self.attention_weights = attend(
+    context, self.attention_weights = attend_to_source(
         self, query, key, value, score_vector, mask=mask, scale=scale
     )
     return torch.bmm(self.dropout(self.attention_weights), values) if drops else context

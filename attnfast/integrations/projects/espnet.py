@@ -17,7 +17,7 @@ from attnfast.integrations.fused_decoders import (
     run_decoder,
 )
 from attnfast.integrations.helpers import (
-    attend,
+    attend_to_source,
     keep_in_graph,
     multiplied,
     together,
@@ -53,7 +53,7 @@ def lengths_of(self):
 def score(self, query, scale, **more):
     """Return context and weights, e = s (g · tanh(W h + b + query + ...) + a)."""
     more = {"value": self.enc_h, "lengths": lengths_of(self), "scale": scale, **more}
-    context, weights = attend(
+    context, weights = attend_to_source(
         self, query, self.pre_compute_enc_h, score_vector=self.gvec.weight, **more
     )
     if context is not None:
@@ -67,7 +67,7 @@ class Dot:
     def forward(self, enc_hs_pad, enc_hs_len, dec_z, att_prev, scaling=2.0):
         z = begin(self, enc_hs_pad, enc_hs_len, dec_z, lambda h: torch.tanh(self.mlp_enc(h)))
         query, more = torch.tanh(self.mlp_dec(z)), {"lengths": lengths_of(self), "scale": scaling}
-        context, weights = attend(self, query, self.pre_compute_enc_h, self.enc_h, **more)
+        context, weights = attend_to_source(self, query, self.pre_compute_enc_h, self.enc_h, **more)
         return multiplied(context, weights, self.enc_h), weights
 
 
@@ -325,7 +325,9 @@ def attended(self, states, lengths, z, **more):
     value = together(self, "values", self.pre_compute_v, self.enc_h, stack)
     rows = [g.weight for g in scores] or None
     weight = rows and together(self, "weight", rows, self.enc_h, torch.cat)
-    context, weights = attend(self, query, key, value, weight, lengths=lengths_of(self), **more)
+    context, weights = attend_to_source(
+        self, query, key, value, weight, lengths=lengths_of(self), **more
+    )
     return self.mlp_o(keep_in_graph(context.flatten(1), *(g.bias for g in scores))), list(
         weights.unbind(1)
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from attnfast.integrations.adapter import Adapter
-from attnfast.integrations.helpers import attend, batch_first, multiplied, project_joined
+from attnfast.integrations.helpers import attend_to_source, batch_first, multiplied, project_joined
 
 
 class Fairseq:
@@ -15,7 +15,7 @@ class Fairseq:
         source = batch_first(self, source_hids)
         mask = None if encoder_padding_mask is None else encoder_padding_mask.t() == 0
         query = self.input_proj(input)
-        context, weights = attend(self, query, source, source, mask=mask)
+        context, weights = attend_to_source(self, query, source, source, mask=mask)
         weights = multiplied(weights, query, source)
         out = project_joined(self, self.output_proj, context, input, source_hids)
         return torch.tanh(out), weights.t()

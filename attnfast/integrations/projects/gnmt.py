@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from attnfast.integrations.adapter import Adapter
 from attnfast.integrations.cache import cached_per_source
-from attnfast.integrations.helpers import attend, batch_first, project
+from attnfast.integrations.helpers import attend_to_source, batch_first, project
 
 
 def normalized(self, keys):
@@ -25,7 +25,7 @@ class GNMT:
         if self.normalize:
             query, weight = query + self.normalize_bias, normalized(self, keys)
         mask = None if self.mask is None else ~self.mask
-        context, weights = attend(self, query, key, keys, weight, mask=mask)
+        context, weights = attend_to_source(self, query, key, keys, weight, mask=mask)
         if query.dim() == 3 and not self.batch_first:
             return context.transpose(0, 1), weights.transpose(0, 1)
         return context, weights

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from attnfast.integrations.adapter import Adapter
 from attnfast.integrations.cache import cached_per_source
-from attnfast.integrations.helpers import attend, keep_in_graph
+from attnfast.integrations.helpers import attend_to_source, keep_in_graph
 
 
 class Captioning:
@@ -23,7 +23,7 @@ class Captioning:
                 self, "mask", lambda: att_masks.view(-1, source.shape[1]) != 0, att_masks
             )
         score = self.alpha_net
-        context, _ = attend(self, self.h2att(h), key, source, score.weight, mask=mask)
+        context, _ = attend_to_source(self, self.h2att(h), key, source, score.weight, mask=mask)
         return keep_in_graph(context, score.bias)
 
 

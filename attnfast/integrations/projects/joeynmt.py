@@ -18,7 +18,7 @@ from attnfast.integrations.fused_decoders import (
     run_decoder,
     state_of,
 )
-from attnfast.integrations.helpers import attend, is_plain, project
+from attnfast.integrations.helpers import attend_to_source, is_plain, project
 from attnfast.nn._fused_rnn import Layer, run_layer
 
 
@@ -35,7 +35,7 @@ class Luong:
         self._check_input_shapes_forward(query=query, mask=mask, values=values)
         assert self.proj_keys is not None, "projection keys have to get pre-computed"
         query, weight = self.score(query)
-        return attend(self, query, self.proj_keys, values, weight, mask=mask > 0)
+        return attend_to_source(self, query, self.proj_keys, values, weight, mask=mask > 0)
 
 
 class Bahdanau(Luong):
@@ -105,7 +105,7 @@ class Decoder:
             words = words if of_input is None else words * of_input[0]
             steps = run_layer(layer, words, state, dropout_between=of_layers)
             asking = steps.output if query is None else query(steps.output)
-            context, weights = attend(
+            context, weights = attend_to_source(
                 attention, asking, key, encoder_output, weight, mask=src_mask > 0
             )
             both = torch.cat([steps.output, context], 2)

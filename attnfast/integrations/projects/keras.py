@@ -5,7 +5,7 @@ import sys
 import torch
 
 from attnfast.integrations.adapter import Adapter, UnsupportedCall
-from attnfast.integrations.helpers import attend, multiplied
+from attnfast.integrations.helpers import attend_to_source, multiplied
 
 
 class Dot:
@@ -33,7 +33,9 @@ class Dot:
             seen = past if seen is None else seen & past
         drops = training and self.dropout > 0
         given, (query, key, weight) = (query, key), self.terms(query, key)
-        out, weights = attend(self, query, key, None if drops else value, weight, mask=seen)
+        out, weights = attend_to_source(
+            self, query, key, None if drops else value, weight, mask=seen
+        )
         weights = multiplied(weights, *given)
         if drops:
             random = sys.modules["keras"].random

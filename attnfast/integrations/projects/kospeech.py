@@ -6,7 +6,7 @@ import torch
 
 from attnfast.integrations.adapter import Adapter, UnsupportedCall
 from attnfast.integrations.cache import cached_per_source
-from attnfast.integrations.helpers import attend, keep_in_graph, project
+from attnfast.integrations.helpers import attend_to_source, keep_in_graph, project
 
 
 class Additive:
@@ -17,7 +17,7 @@ class Additive:
             raise UnsupportedCall("the query is not [B, 1, D]")
         score, features = self.score_proj.linear, self.query_proj(query) + self.bias
         keys = project(self, "key", self.key_proj.linear, key)
-        context, weights = attend(self, features, keys, value, score.weight)
+        context, weights = attend_to_source(self, features, keys, value, score.weight)
         context = keep_in_graph(context, score.bias)
         return (context + query).to(context.dtype), weights.squeeze(1)
 
@@ -35,7 +35,7 @@ class Location:
         filters, projection = cached_per_source(
             self, "filters", lambda: factors(conv.weight), conv.weight, source=value
         )
-        context, weights = attend(
+        context, weights = attend_to_source(
             self, self.query_proj(query).squeeze(1) + conv.bias + self.bias, key, value,
             score.weight, filters=filters, projection=projection,
             previous=value.new_zeros(value.shape[:2]) if previous is None else previous, **smoothed,

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from attnfast.integrations.adapter import Adapter, UnsupportedCall
-from attnfast.integrations.helpers import attend, attend_to_map, keep_in_graph, project
+from attnfast.integrations.helpers import attend_to_map, attend_to_source, keep_in_graph, project
 from attnfast.ops.arguments import length_mask
 
 
@@ -62,7 +62,7 @@ class ASTER:
     def _attention(self, feat, prev_hidden, prev_char):
         query = self.proj_hidden(prev_hidden).squeeze(0)
         key = project(self, "key", self.proj_feat, feat)
-        context, _ = attend(self, query, key, feat, self.proj_sum.weight)
+        context, _ = attend_to_source(self, query, key, feat, self.proj_sum.weight)
         context = keep_in_graph(context, self.proj_sum.bias)
         both = torch.cat([self.embedding(prev_char.long()), context], 1)
         output, state = self.gru(both.unsqueeze(1), prev_hidden)

@@ -6,7 +6,7 @@ import torch
 
 from attnfast.integrations.adapter import Adapter, UnsupportedCall
 from attnfast.integrations.cache import cached_per_source
-from attnfast.integrations.helpers import attend, is_plain, project, project_both
+from attnfast.integrations.helpers import attend_to_source, is_plain, project, project_both
 
 SCORES = ("add", "location", "dot", "luong_dot", "luong_general", "luong_concat")
 
@@ -30,7 +30,7 @@ class NeuralSP:
         if seen is not None:
             seen = cached_per_source(self, "seen", lambda: self.mask != 0, seen)
         drops = self.dropout.training and self.dropout.p > 0
-        context, weights = attend(
+        context, weights = attend_to_source(
             self, query, keys, None if drops else value,
             self.v.weight if hasattr(self, "v") else None, mask=seen,
             scale=1.0 if self.sigmoid_smoothing else float(self.sharpening_factor),

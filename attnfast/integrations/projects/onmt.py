@@ -19,7 +19,7 @@ from attnfast.integrations.fused_decoders import (
     run_decoder,
     state_of,
 )
-from attnfast.integrations.helpers import attend, is_plain, project, project_joined
+from attnfast.integrations.helpers import attend_to_source, is_plain, project, project_joined
 from attnfast.nn._fused_rnn import NAMES, Layer
 from attnfast.ops.arguments import length_mask
 
@@ -44,7 +44,7 @@ def attended(self, src, source, **seen):
     else:
         key, weight = source, None
         query = self.linear_in(src) if self.attn_type == "general" else src
-    context, weights = attend(
+    context, weights = attend_to_source(
         self, query, key, source, weight, normalisation=self.attn_func, **seen
     )
     out = project_joined(self, self.linear_out, context, src, source)

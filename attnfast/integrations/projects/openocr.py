@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from attnfast.integrations.adapter import Adapter
-from attnfast.integrations.helpers import attend, attend_to_map, keep_in_graph, project
+from attnfast.integrations.helpers import attend_to_map, attend_to_source, keep_in_graph, project
 from attnfast.integrations.projects.mmocr import names, visible_columns
 
 
@@ -26,7 +26,7 @@ class ASTER:
     def forward(self, feat, h_state, label_input):
         query = self.hidden_embed(h_state.squeeze(0))
         key, weight = project(self, "key", self.feat_embed, feat), self.attnfeat_embed.weight
-        context, _ = attend(self, query, key, feat, weight)
+        context, _ = attend_to_source(self, query, key, feat, weight)
         context = keep_in_graph(context, self.attnfeat_embed.bias)
         output, h_state = self.gru(torch.cat([label_input, context], 1).unsqueeze(1), h_state)
         return self.fc(output), h_state

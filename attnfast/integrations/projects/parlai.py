@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from attnfast.integrations.adapter import Adapter, UnsupportedCall
-from attnfast.integrations.helpers import attend, is_plain, project_both
+from attnfast.integrations.helpers import attend_to_source, is_plain, project_both
 
 SCORES = ("dot", "general", "concat")
 
@@ -28,7 +28,7 @@ class ParlAI:
             query = self.attn(query)
         elif query.shape[1] != source.shape[2]:
             query = torch.cat([query, query], 1)
-        context, weights = attend(self, query, key, source, weight, mask=mask)
+        context, weights = attend_to_source(self, query, key, source, weight, mask=mask)
         both = torch.cat([xes.squeeze(1), context], 1)
         return torch.tanh(self.attn_combine(both).unsqueeze(1)), weights
 

@@ -2,7 +2,7 @@
 
 from attnfast.integrations.adapter import Adapter
 from attnfast.integrations.cache import cached_per_source
-from attnfast.integrations.helpers import attend, multiplied
+from attnfast.integrations.helpers import attend_to_source, multiplied
 
 
 class PointerGenerator:
@@ -25,7 +25,7 @@ class PointerGenerator:
                 self, "feature", lambda: weight.view(-1), weight, source=encoder_feature
             )
             history = {"coverage": coverage, "coverage_weight": feature}
-        context, weights = attend(
+        context, weights = attend_to_source(
             self, self.decode_proj(s_t_hat), key, encoder_outputs, self.v.weight, mask=mask,
             **history,
         )  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from attnfast.integrations.adapter import Adapter, UnsupportedCall
-from attnfast.integrations.helpers import attend, project_joined
+from attnfast.integrations.helpers import attend_to_source, project_joined
 
 
 class Seq2Seq:
@@ -15,7 +15,7 @@ class Seq2Seq:
         if output.dim() != 3 or (self.mask is not None and self.mask.dim() != 3):
             raise UnsupportedCall("a query is not [B, T, D], or its mask not [B, T, Tk]")
         mask = None if self.mask is None else ~self.mask
-        mix, weights = attend(self, output, context, context, mask=mask)
+        mix, weights = attend_to_source(self, output, context, context, mask=mask)
         out = project_joined(self, self.linear_out, mix, output, context)
         return torch.tanh(out), weights
 

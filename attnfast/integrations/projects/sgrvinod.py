@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from attnfast.integrations.adapter import Adapter
-from attnfast.integrations.helpers import attend, keep_in_graph, multiplied, project
+from attnfast.integrations.helpers import attend_to_source, keep_in_graph, multiplied, project
 
 
 class Captioning:
@@ -12,7 +12,7 @@ class Captioning:
     def forward(self, encoder_out, decoder_hidden):
         query, weight = self.decoder_att(decoder_hidden), self.full_att.weight
         key = project(self, "key", self.encoder_att, encoder_out)
-        context, alpha = attend(self, query, key, encoder_out, weight, activation="relu")
+        context, alpha = attend_to_source(self, query, key, encoder_out, weight, activation="relu")
         return keep_in_graph(multiplied(context, alpha, encoder_out), self.full_att.bias), alpha
 
 

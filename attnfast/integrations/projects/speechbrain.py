@@ -14,7 +14,7 @@ from attnfast.integrations.fused_decoders import (
     run_decoder,
     state_of,
 )
-from attnfast.integrations.helpers import attend
+from attnfast.integrations.helpers import attend_to_source
 from attnfast.nn._fused_rnn import NAMES, Layer
 from attnfast.nn.stateful import CumulativeState, LocationAwareAttention
 
@@ -31,7 +31,7 @@ def lengths_of(self):
 
 
 def attended(self, *terms, **more):
-    return attend(self, *terms, lengths=lengths_of(self), **more)
+    return attend_to_source(self, *terms, lengths=lengths_of(self), **more)
 
 
 def begin(self, enc_states, enc_len):

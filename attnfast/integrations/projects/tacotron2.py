@@ -12,7 +12,7 @@ from attnfast.integrations.fused_decoders import (
     masks_of,
     run_decoder,
 )
-from attnfast.integrations.helpers import attend
+from attnfast.integrations.helpers import attend_to_source
 from attnfast.nn._fused_rnn import NAMES, Layer, RecurrentState, run_layer
 from attnfast.nn.stateful import CumulativeState, LocationAwareAttention
 from attnfast.ops.arguments import length_mask
@@ -26,7 +26,7 @@ class LocationSensitive:
     ):
         conv, dense = self.location_layer.location_conv, self.location_layer.location_dense
         previous, coverage = attention_weights_cat.unbind(1)
-        return attend(
+        return attend_to_source(
             self, self.query_layer(attention_hidden_state), processed_memory, memory,
             inner(self.v).weight, mask=None if mask is None else ~mask,
             filters=inner(conv, "conv").weight, projection=inner(dense).weight,

@@ -6,7 +6,7 @@ import torch
 
 from attnfast.integrations.adapter import Adapter, UnsupportedCall
 from attnfast.integrations.cache import cached_per_source
-from attnfast.integrations.helpers import attend, multiplied
+from attnfast.integrations.helpers import attend_to_source, multiplied
 from attnfast.ops.arguments import length_mask
 
 
@@ -19,7 +19,7 @@ def attended(self, query, lengths, score_vector=None):
         if not isinstance(lengths, torch.Tensor):
             raise UnsupportedCall("its lengths are not a tensor")
         mask = cached_per_source(self, "mask", lambda: seen(lengths, key), lengths, source=key)
-    return attend(self, query, key, None, score_vector, mask=mask)[1]
+    return attend_to_source(self, query, key, None, score_vector, mask=mask)[1]
 
 
 def seen(lengths, key):

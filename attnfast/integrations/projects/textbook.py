@@ -20,7 +20,7 @@ from torch import Tensor
 
 from attnfast.integrations.adapter import Adapter, UnsupportedCall, arguments
 from attnfast.integrations.helpers import (
-    attend,
+    attend_to_source,
     batch_first,
     is_plain,
     keep_in_graph,
@@ -109,7 +109,7 @@ class Textbook:
         mask = None if mask is None else mask == 0 if form.hides else mask != 0
         asked = [name for name, *_ in form.results]
         value = source if "context" in asked else None
-        context, weights = attend(self, query, key, value, vector, mask=mask)
+        context, weights = attend_to_source(self, query, key, value, vector, mask=mask)
         results = []
         for name, axis, is_promoted in form.results:
             x, factors = context, [weights, source]

@@ -15,7 +15,7 @@ from attnfast.integrations.fused_decoders import (
     run_decoder,
 )
 from attnfast.integrations.helpers import (
-    attend,
+    attend_to_source,
     batch_first,
     is_plain,
     keep_in_graph,
@@ -33,7 +33,7 @@ class Translation:
         if query.dim() != 3 or query.shape[1] != 1:  # its own code adds other shapes, too
             raise UnsupportedCall("the query is not [B, 1, D]")
         key, weight = project(self, "key", self.Ua, keys), self.Va.weight
-        context, weights = attend(self, self.Wa(query), key, keys, weight)
+        context, weights = attend_to_source(self, self.Wa(query), key, keys, weight)
         return keep_in_graph(context, self.Va.bias), weights
 
 
@@ -85,7 +85,7 @@ class Chatbot:
             key = project(self, "key", self.attn, key)
         elif self.method == "concat":
             (query, key), weight = project_both(self, self.attn, query, key), self.v
-        weights = attend(self, query, key, None, weight)[1].unsqueeze(1)
+        weights = attend_to_source(self, query, key, None, weight)[1].unsqueeze(1)
         return multiplied(weights, *(query, key) if weight is None else (weight,))
 
 

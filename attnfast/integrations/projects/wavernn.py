@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from attnfast.integrations.adapter import Adapter, UnsupportedCall, arguments
 from attnfast.integrations.cache import cached_per_source
-from attnfast.integrations.helpers import attend, is_plain, multiplied
+from attnfast.integrations.helpers import attend_to_source, is_plain, multiplied
 
 
 def attended(self, keys, query, **terms):
@@ -17,7 +17,7 @@ def attended(self, keys, query, **terms):
         raise UnsupportedCall("a layer of its location has hooks or a forward of its own")
     constant = layer.bias if conv.bias is None else F.linear(conv.bias, layer.weight, layer.bias)
     features = self.W(query) if constant is None else self.W(query) + constant
-    return attend(
+    return attend_to_source(
         self, features, keys, None, self.v.weight, projection=layer.weight,
         coverage=self.cumulative.clone(), **terms,  # WaveRNN changes it
     )[1]  # fmt: skip

@@ -17,7 +17,7 @@ from attnfast.integrations.fused_decoders import (
     run_decoder,
     state_of,
 )
-from attnfast.integrations.helpers import attend, is_plain, keep_in_graph, project_both
+from attnfast.integrations.helpers import attend_to_source, is_plain, keep_in_graph, project_both
 from attnfast.nn._fused_rnn import NAMES, Layer
 
 
@@ -28,7 +28,7 @@ class Yoyodyne:
         if not is_plain(self.M):
             raise UnsupportedCall("its M is no plain nn.Linear")
         query, key = project_both(self, self.M, hidden[:, -1:], encoded, states_first=True)
-        context, weights = attend(self, query, key, encoded, self.V.weight, mask=~mask)
+        context, weights = attend_to_source(self, query, key, encoded, self.V.weight, mask=~mask)
         return keep_in_graph(context, self.V.bias), weights
 
 
