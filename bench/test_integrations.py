@@ -294,6 +294,19 @@ def coqui_target(m, source, states):
     return torch.cat([mel, stop.unsqueeze(1)], 1)
 
 
+def espnet_tts_decoder(D):
+    """ESPnet's defaults, with twice as many units as features."""
+    module = "espnet2.legacy.nets.pytorch_backend.tacotron2.decoder"
+    return common.real(module).Decoder(D, 80, common.real(ESPNET).AttLoc(D, 2 * D, D, 32, 15))
+
+
+def espnet_tts_target(m, source, states):
+    torch.manual_seed(0)  # of dropout and zoneout
+    lengths = torch.full((len(source),), source.shape[1])
+    after, before, logits, _ = m(source, lengths, states[..., :80])
+    return torch.cat([after, before, logits.unsqueeze(2)], -1)
+
+
 def yoyodyne_target(m, source, states):
     padding = torch.zeros(source.shape[:2], dtype=torch.bool)
     inputs = [words(source)] * hasattr(m, "generation_probability") + [source, padding]
@@ -403,6 +416,9 @@ CASES = {
     ),
     "ESPnet decoder, AttLoc": Case(HEARD, espnet_decoder("location"), espnet_target, True),
     "ESPnet decoder, AttCov": Case(HEARD, espnet_decoder("coverage"), espnet_target, True),
+    "ESPnet's Tacotron 2 decoder": Case(
+        (16, 200, 60, 512), espnet_tts_decoder, espnet_tts_target, True
+    ),
     "Tacotron 2 decoder": Case(SPOKEN, torchaudio_decoder, torchaudio_target, True),
     "Coqui's Tacotron 2 decoder": Case(SPOKEN, coqui_decoder, coqui_target, True),
 }  # fmt: skip

@@ -1180,6 +1180,17 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
             ("inp_tensor = inp_tensor * of_input", "pass"),
         ],
     },
+    ("attnfast/integrations/projects/espnet_tts.py", "tests/integrations/test_espnet_tts.py"): {
+        "run_first_layer": [
+            ("history=CumulativeState(last[2], last[2])", "history=steps[-1].history"),
+        ],
+        "Decoder.forward": [
+            ("weight_ih.roll(-hs.shape[2], 1)", "weight_ih"),
+        ],
+    },
+    ("attnfast/integrations/fused_decoders.py", "tests/integrations/test_espnet_tts.py"): {
+        "masks_of": [("if dropout.training else mask.fill_(p)", "if True else mask.fill_(p)")],
+    },
     ("attnfast/integrations/projects/tacotron2.py", "tests/integrations/test_tacotron2.py"): {
         "run_layers": [
             ("[above.states, steps.contexts]", "[steps.contexts, above.states]"),

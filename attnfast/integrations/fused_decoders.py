@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from attnfast.ops.recurrent import RECURRENT
 
 __all__ = [
     "LOOP",
+    "Zoneout",
     "fusion_skip_reason",
     "gru_skip_reason",
     "is_plain_table",
@@ -37,7 +38,7 @@ LOOP = "its own code runs single steps"
 #: The parts of decoders whose parameters may be used without calling them.
 PARTS = (
     nn.Linear, nn.Dropout, nn.Conv1d, nn.Conv2d, nn.RNNCell, nn.GRUCell, nn.LSTMCell, nn.Softmax,
-    nn.ModuleList,
+    nn.ModuleList, nn.ReLU,
 )  # fmt: skip
 
 
@@ -124,11 +125,19 @@ def last_states(steps: Tensor) -> Tensor:
     return last if last.dim() == 3 else last.unsqueeze(0)
 
 
+class Zoneout(NamedTuple):
+    """A zoneout for :func:`masks_of`: a state keeps each element with probability p."""
+
+    p: float
+    training: bool
+
+
 def masks_of(steps: int, like: Tensor, dropouts: Sequence[tuple[Any, ...]]) -> list[Tensor | None]:
     """Draw the masks of dropouts on tensors ``[B, F]``; each dropout has its number per step.
 
     A third item is the number of features, if it is not that of ``like``. Masks are drawn in the
-    order of a loop over the steps, so that random numbers are the same.
+    order of a loop over the steps, so that random numbers are the same. For a :class:`Zoneout`
+    they are the factors of new states: 1 − mask in training, otherwise the constant 1 − p.
 
     Returns:
         ``[n, B, T, F]`` for each dropout, None if it is inactive.
@@ -136,10 +145,13 @@ def masks_of(steps: int, like: Tensor, dropouts: Sequence[tuple[Any, ...]]) -> l
     masks: list[list[Tensor]] = [[] for _ in dropouts]
     for _ in range(steps):
         for (dropout, times, *features), drawn in zip(dropouts, masks):
-            keep = 1 - dropout.p
-            for _ in range(times if dropout.training and keep < 1 else 0):
+            p, keep, zoneout = dropout.p, 1 - dropout.p, isinstance(dropout, Zoneout)
+            for _ in range(times if zoneout or (dropout.training and p > 0) else 0):
                 mask = like.new_empty(len(like), *(features or like.shape[1:]))
-                drawn.append(mask.bernoulli_(keep).div_(keep) if keep else mask.zero_())
+                if zoneout:
+                    drawn.append(1 - (mask.bernoulli_(p) if dropout.training else mask.fill_(p)))
+                else:
+                    drawn.append(mask.bernoulli_(keep).div_(keep) if keep else mask.zero_())
     return [torch.stack(x).unflatten(0, (steps, -1)).movedim(0, 2) if x else None for x in masks]
 
 

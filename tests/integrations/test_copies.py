@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from integrations import test_espnet, test_joeynmt, test_onmt, test_speechbrain
+from integrations import test_espnet, test_espnet_tts, test_joeynmt, test_onmt, test_speechbrain
 from integrations.common import compare, vendored
 
 import attnfast
@@ -37,6 +37,10 @@ def espnet_decoder(name):
     return test_espnet.decoder(name), test_espnet.read, test_espnet.WHOLE[name]
 
 
+def espnet_tts_decoder(name):
+    return test_espnet_tts.decoder(name), test_espnet_tts.speak, (torch.float64,)
+
+
 def speechbrain_decoder(name):
     dtypes = test_speechbrain.KINDS[name][2]
     return test_speechbrain.decoder("lstm", name), test_speechbrain.read, dtypes
@@ -49,6 +53,7 @@ def speechbrain_decoder(name):
         (espnet, "AttMultiHeadLoc"), (speechbrain, "content"), (speechbrain, "location"),
         (joeynmt, "bahdanau"), (joeynmt, "luong"), (onmt, "general"), (onmt, "mlp"),
         (eole, "mlp"), (espnet_decoder, "AttLoc"), (espnet_decoder, "AttCov"),
+        (espnet_tts_decoder, "AttLoc"),
         (speechbrain_decoder, "content"), (speechbrain_decoder, "location"),
     ],
     ids=lambda x: getattr(x, "__name__", x),
