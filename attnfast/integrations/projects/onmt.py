@@ -196,6 +196,9 @@ COMMON: dict[str, Any] = {
         "linear_in.weight", "linear_context.weight", "linear_query.weight", "linear_query.bias",
         "v.weight", "linear_out.bias", "linear_cover.weight",
     ],
+    "skip_reason": lambda m: (
+        None if m.attn_func in ("softmax", "sparsemax") else f"its weights are a {m.attn_func}"
+    ),
     "known_attributes": ["attn_func", "dim", "sparsemax"],
     "note": "a source without words has weights 0 instead of NaN",
 }  # fmt: skip
