@@ -22,7 +22,8 @@ def make(cls):
 
 def use(attention, draw):
     for B, Tk in ((3, 7), (1, 4)):
-        source, chars = draw(B, Tk, 6), torch.ones(B, Tk, dtype=torch.long)
+        source = draw(B, Tk, 6)
+        chars = draw.seen([Tk, Tk - 2, Tk - 1][:B], Tk).long()  # 0 is padding
         more = (chars,) * attention.cloning
         for t in range(4):
             yield attention(source, draw(B, 6), t, *more), attention.cumulative
@@ -34,12 +35,15 @@ def test_attention(cls):
     assert preparations(make(cls), use) > 0
 
 
-def test_padding_whose_scores_are_0_is_its_own():
+def test_padding_has_scores_of_0():
     plain = make(VoiceCloningLSA)
     served = copy.deepcopy(plain)
     attnfast.replace(served, strict=True)
     source, query = torch.randn(2, 4, 6), torch.randn(2, 6)
     chars = torch.tensor([[3, 1, 2, 5], [4, 2, 0, 0]])
-    for t in range(2):
+    for t in range(3):
         torch.testing.assert_close(served(source, query, t, chars), plain(source, query, t, chars))
-    assert plain.attention[1, 2:].min() > 0
+    assert served.attention[1, 2:].min() > 0
+    assert isinstance(served, attnfast.integrations.projects.wavernn.VoiceCloning)
+    silent = torch.zeros_like(chars)  # padding alone
+    torch.testing.assert_close(served(source, query, 0, silent), plain(source, query, 0, silent))

@@ -18,9 +18,16 @@ def attended(self, keys, query, **terms):
     constant = layer.bias if conv.bias is None else F.linear(conv.bias, layer.weight, layer.bias)
     features = self.W(query) if constant is None else self.W(query) + constant
     return attend_to_source(
-        self, features, keys, None, self.v.weight, projection=layer.weight,
-        coverage=self.cumulative.clone(), **terms,  # WaveRNN changes it
-    )[1]  # fmt: skip
+        self, features, keys, None, self.v.weight, projection=layer.weight, **terms
+    )[1]
+
+
+def padding_of(chars):
+    """Return where characters are, the numbers of others, and −∞ there; None if there are none."""
+    seen = chars != 0
+    count = (~seen).sum(1, keepdim=True).float()
+    hidden = torch.zeros_like(seen, dtype=torch.float32).masked_fill(~seen, -torch.inf)
+    return (seen, count, hidden) if count.any() else (seen, None, None)
 
 
 class WaveRNN:
@@ -35,24 +42,40 @@ class WaveRNN:
             self.init_attention(encoder_seq_proj)
         self.attention = attended(
             self, encoder_seq_proj, query, filters=filters, previous=self.attention,
-            normalisation="sigmoid",
+            coverage=self.cumulative.clone(), normalisation="sigmoid",
         )  # fmt: skip
         self.cumulative += self.attention
         return self.attention.unsqueeze(1)
 
 
+SATURATED = 1e4  # a key whose tanh is 1, whatever the query and the location
+
+
 class VoiceCloning:
-    """e = v · tanh(W q + b + m + L (F ∗ C + a)), m projected states."""
+    """e = v · tanh(W q + b + m + L (F ∗ C + a)), m projected states; 0, not −∞, at padding.
+
+    A row's n keys of padding share the weight of one more key, of the score log n.
+    """
 
     def forward(self, encoder_seq_proj, query, t, chars):
-        padded = cached_per_source(self, "padded", lambda: bool((chars == 0).any()), chars)
-        if padded:  # their scores are 0
-            raise UnsupportedCall("its padding gets scores of 0, not weights of 0")
         if t == 0:
             self.init_attention(encoder_seq_proj)
+        seen, count, hidden = cached_per_source(self, "seen", lambda: padding_of(chars), chars)
+        keys, cumulative, terms = encoder_seq_proj, self.cumulative, {}
+        if count is not None:
+            keys = cached_per_source(
+                self, "keys", lambda: F.pad(keys, (0, 0, 0, 1), value=SATURATED), encoder_seq_proj
+            )
+            cumulative = F.pad(cumulative, (0, 1))
+            bias = torch.cat([hidden, count.log() - self.v.weight.sum()], 1)
+            terms["bias"] = bias.unsqueeze(1).to(query.dtype)
         weights = attended(
-            self, encoder_seq_proj, query, filters=self.conv.weight, channels="coverage"
-        )
+            self, keys, query, filters=self.conv.weight, channels="coverage", coverage=cumulative,
+            **terms,
+        )  # fmt: skip
+        if count is not None:
+            weights, rest = weights[:, :-1], weights[:, -1:]
+            weights = torch.where(seen, weights, rest / count.clamp(min=1))
         self.attention = multiplied(weights, self.cumulative)  # by a mask of float32
         self.cumulative = self.cumulative + self.attention
         return self.attention.unsqueeze(1)
@@ -61,10 +84,10 @@ class VoiceCloning:
 def example(attention, draw):
     """Decode three steps; Real-Time-Voice-Cloning's attention reads the characters too."""
     size = attention.W.in_features
-    for lengths in draw.sources((5, 5, 5), (3, 3)):
+    for lengths in draw.sources((5, 2, 5), (3, 3)):
         B, Tk = len(lengths), max(lengths)
-        source = draw(B, Tk, size)
-        chars = [draw.words(9, B, Tk) + 1] if "chars" in arguments(attention) else []
+        source, seen = draw(B, Tk, size), draw.seen(lengths, Tk)
+        chars = [(draw.words(9, B, Tk) + 1) * seen] if "chars" in arguments(attention) else []
         for t in range(3):
             weights = attention(source, draw(B, size), t, *chars)
             yield weights, attention.cumulative
