@@ -1580,6 +1580,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
             ('needs(given.coverage, given.previous, "previous");', ""),
             ('check(!given.coverage || !given.key_bounds, "key_bounds");', ""),
             ('needs(given.dropout_output, given.weight_output, "dropout_output");', ""),
+            ('needs(given.dropout_cell, given.cell, "dropout_cell");', ""),
             ('check(layers > 1, "hidden")', "0"),
         ],
         "ATTNFAST_RECURRENT_BACKWARD": [

@@ -597,9 +597,9 @@ def test_invalid_calls(backend):
     served(backend, torch.float32)
     draw, counts = random.Random(0), [0, 0]
     for seed in range(900):
-        every = (*EVERYTHING, *PAST, *STACK, "narrow")
+        every = (*EVERYTHING, *PAST, *STACK, "narrow", *MASKS, "sparsemax")
         terms = tuple(x for x in every if draw.random() < 0.6)
-        lone = (*STACK, *PAST, "narrow")
+        lone = (*LACKING_ON_CUDA, *PAST, "narrow")
         terms = tuple(x for x in terms if x not in lone or backend == "cpu")
         kind = draw.choice(list(GATES)), draw.choice((*RECURRENCES, None))
         case = Case(*kind, draw.choice(("dot", "tanh")), terms=terms, seed=seed)
@@ -635,6 +635,12 @@ def test_invalid_calls(backend):
         given = given._replace(key_bounds=torch.zeros(1, 1, 2, dtype=torch.int64).expand(3, 5, 2))
         for function in (CHECKS["recurrent"], RECURRENT.forwards[backend]):
             assert "key_bounds" in refusal(function, given)
+        alone = call(Case("gru", "attend_last"))
+        masks = {"dropout_output": 0, "dropout_cell": alone.hidden.shape[-1]}
+        for name, columns in masks.items():
+            given = alone._replace(**{name: torch.ones(*alone.input.shape[:2], columns)})
+            for function in (CHECKS["recurrent"], RECURRENT.forwards[backend]):
+                assert name in refusal(function, given)
 
 
 def refusal(function, args) -> str | None:
