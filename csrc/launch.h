@@ -112,9 +112,11 @@ Tensor empty_rows(const Tensor& x, int64_t columns, ScalarType dtype) {
 }
 
 Normalisation normalisation_of(const std::string& name) {
-  constexpr const char* kNames[] = {"softmax", "sigmoid", "sparsemax", "entmax15"};
-  for (int i = 0; i < 4; ++i)
-    if (name == kNames[i]) return Normalisation{i};
+  int i = 0;
+  for (const char* known : {"softmax", "sigmoid", "sparsemax", "entmax15"}) {
+    if (name == known) return Normalisation{i};
+    ++i;
+  }
   throw std::runtime_error("normalisation must be one that csrc/launch.h lists, got " + name);
 }
 

@@ -641,6 +641,11 @@ def test_invalid_calls(backend):
             given = alone._replace(**{name: torch.ones(*alone.input.shape[:2], columns)})
             for function in (CHECKS["recurrent"], RECURRENT.forwards[backend]):
                 assert name in refusal(function, given)
+        stack = call(Case("gru", None, terms=("stack",)))
+        of_one = {x: getattr(stack, x)[:1] for x in ("hidden", "weight_hh")}
+        single = stack._replace(**of_one, weight_ih_upper=stack.weight_ih_upper[:0])
+        for function in (CHECKS["recurrent"], RECURRENT.forwards[backend]):
+            assert "hidden" in refusal(function, single)
 
 
 def refusal(function, args) -> str | None:

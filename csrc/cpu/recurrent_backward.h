@@ -349,8 +349,8 @@ class BackwardPass {
     const C* const gates = row<C>(level.gates, b, t) + i;
     const C* const state = row<C>(level.states, b, t) + i;
     const C* const before = (t ? row<C>(level.states, b, t - 1) : row<C>(level.hidden, b)) + i;
-    const C *const of_state = factors_of<C>(level.dropout_state, b, t, i), *const of_cell = factors_of<C>(
-                                                                               level.dropout_cell, b, t, i);
+    const C* const of_state = factors_of<C>(level.dropout_state, b, t, i);
+    const C* const of_cell = factors_of<C>(level.dropout_cell, b, t, i);
     const C *cell = nullptr, *cell_before = nullptr, *given_cell = nullptr;
     if constexpr (Known::cell == Cell::lstm) {
       cell = row<C>(level.cells, b, t) + i;

@@ -288,8 +288,8 @@ class Forwards {
     const C* const bias = packed.bias_of(a, layer) + i;
     const C* const mask = a.dropout.data ? row<C>(level.dropout, b) + i : nullptr;
     const bool lifts = lifted && layer + 1 < a.layers;
-    const C *const of_state = factors_of<C>(level.dropout_state, b, t, i), *const of_cell = factors_of<C>(
-                                                                               level.dropout_cell, b, t, i);
+    const C* const of_state = factors_of<C>(level.dropout_state, b, t, i);
+    const C* const of_cell = factors_of<C>(level.dropout_cell, b, t, i);
     const C* const lift = lifts ? row<C>(at_layer<C>(a.dropout_between, layer), b, t) + i : nullptr;
     const C* cell_before = nullptr;
     C *const state = row<C>(level.states, b, t) + i, *const gates = row<C>(level.gates, b, t) + i;
