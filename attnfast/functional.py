@@ -149,11 +149,12 @@ def additive_attention(
             −(j − p_i)² / 2σ² to the score; a positive number, or a tensor with the shapes of
             ``position``, differentiable.
         temperature: T > 0 divides score, bias and prior.
-        normalisation: how scores become weights: ``"softmax"``; or, with weights that are exactly
-            0, whose keys cost nothing in the backward, ``"sparsemax"`` (Martins and Astudillo, ICML
-            2016, arXiv:1602.02068), the distribution nearest to e, or the smoother ``"entmax15"``
-            (Peters, Niculae and Martins, ACL 2019, arXiv:1905.05702),
-            :math:`\alpha_{ij} = \max(0, e_{ij} / 2 - \tau_i)^2`.
+        normalisation: how scores become weights: ``"softmax"``; ``"sparsemax"``, the Euclidean
+            projection of the scores onto the simplex (Martins and Astudillo, ICML 2016,
+            arXiv:1602.02068); or the smoother ``"entmax15"``,
+            :math:`\alpha_{ij} = \max(0, e_{ij} / 2 - \tau_i)^2` (Peters, Niculae and Martins, ACL
+            2019, arXiv:1905.05702). Both give many keys a weight of exactly 0, which the CPU's
+            backward skips.
         need_weights: return the weights; otherwise they are None. A span's may be compact, with a
             column for each key that a row sees (see :class:`attnfast.Span`); ``"dense"`` spreads
             them over all keys, ``"sparse"`` makes a ``torch.sparse_coo`` tensor.
@@ -166,12 +167,13 @@ def additive_attention(
     Returns:
         ``context [B, Tq, Dv]`` and ``weights [B, Tq, Tk]`` or None, in the query's dtype: an
         :class:`attnfast.AttentionOutput`, whose attribute ``log_sum_exp [B, Tq]`` is
-        log Σ_j exp(e_ij), float32 (float64 for float64), None unless softmax, and whose
-        ``statistics`` are those of ``need_statistics``, in that dtype, or None. With a list of
-        spans the weights are a list too, one ``[B, Tq, W]`` for each head. A row that may see no
-        key has context 0, weights 0, log-sum-exp −inf, statistics 0 and gradients 0. With heads the
-        context has the query's memory layout, as in ``scaled_dot_product_attention``: for a query
-        transposed from ``[B, Tq, H, A]`` the context can be transposed back without a copy.
+        log Σ_j exp(e_ij), float32 (float64 for float64), or None if the normalisation is not
+        softmax, and whose ``statistics`` are those of ``need_statistics``, in that dtype, or None.
+        With a list of spans the weights are a list too, one ``[B, Tq, W]`` for each head. A row
+        that may see no key has context 0, weights 0, log-sum-exp −inf, statistics 0 and gradients
+        0. With heads the context has the query's memory layout, as in
+        ``scaled_dot_product_attention``: for a query transposed from ``[B, Tq, H, A]`` the context
+        can be transposed back without a copy.
 
     For all finite q and k, each tanh has an absolute error of at most 4e-7 (float64: a few ulp), so
     that the error of a score is at most 4e-7·Σ|w| plus the rounding of its sum: about the error of

@@ -179,8 +179,8 @@ class ArgumentChecker {
     return !x || (placed(*x, types) && begins(*x, true) && ends(*x, lead, wanted, true));
   }
 
-  // With a history, a softmax, or a sigmoid unless it has a transition; without one, a softmax, or
-  // one with weights of 0.
+  // With a history, a softmax, or a sigmoid unless it has a transition; without one, a softmax,
+  // sparsemax or 1.5-entmax.
   static bool normalises(const std::string& name, bool history = false, bool transition = false) {
     const Normalisation chosen = normalisation_of(name);
     if (chosen == Normalisation::softmax) return true;

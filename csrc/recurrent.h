@@ -24,7 +24,7 @@ struct Layer {
   // state].
   View dropout_between, dropout_output, dropout_state, dropout_cell, dropout_query, dropout_feed,
       dropout_joined;
-  bool zoneout;  // what a state's mask leaves out, the previous state fills in
+  bool zoneout;  // masks interpolate between the new and the previous state
   View weight_ih, weight_hh, weight_ih_upper, weight_query, weight_output;
   View bias_ih, bias_hh, bias_query, bias_output;
   const int64_t* target_lengths;  // [B] or null

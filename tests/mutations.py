@@ -1360,7 +1360,8 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
     ("csrc/cpu/rows.h", ENTMAX): {
         "entmax": [
             ("const C factor = square ? 0.5 : 1;", "const C factor = 1;"),
-            ("if (!(next > threshold)) break;\n    threshold = next;", "break;"),
+            ("if (!rises) break;", "break;"),
+            ("if (next > -2) threshold", "if (rises) threshold"),
             ("const Vec<C> p = d == d ? (square", "const Vec<C> p = true ? (square"),
         ],
         "describe": [

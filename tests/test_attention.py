@@ -6,6 +6,7 @@ import importlib
 import itertools
 import math
 import sys
+import warnings
 
 import pytest
 import torch
@@ -655,6 +656,25 @@ def test_second_derivatives(backend):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.jit")
+def test_gradients_pass_through_vmap(backend):
+    """There a tensor does not show that it requires a gradient."""
+    if backend != "cpu" or unsupported_reason("cpu", DEVICE["cpu"], torch.float32):
+        pytest.skip("PyTorch differentiates it, or it cannot run under vmap")
+    query, key = (torch.randn(3, 1, n, 8, requires_grad=True) for n in (2, 5))
+    score_vector = torch.randn(8)
+
+    def attend(q, k):
+        return attnfast.additive_attention(q, k, k, score_vector).context
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it runs sequence by sequence
+        mapped = torch.vmap(attend)(query, key)
+        wanted = torch.stack([attend(*pair) for pair in zip(query, key)])
+        got, want = (torch.autograd.grad(x.square().sum(), [query, key]) for x in (mapped, wanted))
+    for a, b in zip(got, want):
+        torch.testing.assert_close(a, b)
+
+
 def test_forward_mode_raises(backend):
     if backend == "reference":
         pytest.skip("PyTorch differentiates it")

@@ -129,6 +129,41 @@ def test_scores_that_are_far_apart_or_equal(rows, backend, normalisation):
         torch.testing.assert_close(weights.double(), wanted, atol=2e-6, rtol=1e-4)
 
 
+def test_a_key_at_the_threshold_has_no_gradient(backend):
+    """Scores that differ by exactly 1 give sparsemax the weights 1 and 0."""
+    x = torch.zeros(1, 1, 1, device=DEVICE[backend]), torch.zeros(1, 2, 1, device=DEVICE[backend])
+    value = torch.tensor([[[1.0], [10.0]]], device=DEVICE[backend])
+    bias = torch.tensor([[[1.0, 0.0]]], device=DEVICE[backend]).requires_grad_()
+    context, weights = attnfast.dot_attention(
+        *x, value, bias=bias, normalisation="sparsemax", need_weights=True, backend=backend
+    )
+    assert weights.flatten().tolist() == [1, 0]
+    assert torch.autograd.grad(context.sum(), bias)[0].flatten().tolist() == [0, 0]
+
+
+def test_a_bias_as_low_as_numbers_go_hides_keys(backend, normalisation):
+    lowest = torch.finfo(torch.float32).min
+    bias = torch.tensor([[[0.0, 0.2, lowest, lowest, lowest]]], device=DEVICE[backend])
+    x = bias.new_zeros(1, 1, 4), bias.new_zeros(1, 5, 4), bias.new_zeros(1, 5, 4)
+    _, weights = attnfast.dot_attention(
+        *x, bias=bias, normalisation=normalisation, need_weights=True, backend=backend
+    )
+    assert weights[0, 0, :2].sum().item() == pytest.approx(1) and (weights[0, 0, 2:] == 0).all()
+
+
+@pytest.mark.parametrize("keys", [200, 10_000])
+def test_nearly_equal_scores(keys, backend, normalisation):
+    """Newton's first step, from far below, may pass the threshold by a rounding."""
+    g = torch.Generator().manual_seed(keys)
+    bias = (torch.randn(1, 8, keys, generator=g) / keys).to(DEVICE[backend])
+    x = bias.new_zeros(1, 8, 4), bias.new_zeros(1, keys, 4), bias.new_zeros(1, keys, 4)
+    _, weights = attnfast.dot_attention(
+        *x, bias=bias, normalisation=normalisation, need_weights=True, backend=backend
+    )
+    wanted = reference.entmax(bias.double(), ALPHA[normalisation])
+    assert (weights - wanted).abs().max() < 4e-6 * wanted.max()
+
+
 def test_many_keys(normalisation):
     """A hundred thousand equal scores share the weight equally."""
     x = torch.zeros(1, 1, 4), torch.zeros(1, 100_000, 4), torch.ones(1, 100_000, 4)
@@ -294,7 +329,7 @@ def test_what_runs_is_explained(backend, normalisation):
     x = torch.randn(1, 2, 4, device=DEVICE[backend])
     call = {"normalisation": normalisation, "backend": backend}
     report = str(attnfast.explain(attnfast.dot_attention, x, x, x, **call))
-    composed = f"not {backend}: its kernels compute the softmax alone" in report
+    composed = f"not {backend}: its kernels support only softmax" in report
     assert composed == (backend in ("triton", "cuda"))
     layer = AttentionGRU(3, 6, 8, modules(**call)["bahdanau"]).to(DEVICE[backend])
     memory = layer.prepare(torch.randn(1, 5, 8, device=DEVICE[backend]))

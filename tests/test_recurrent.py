@@ -239,7 +239,7 @@ def served(backend: str, dtype: torch.dtype, terms: tuple[str, ...] = ()) -> Non
     if reason := unsupported_reason(backend, *asked):
         pytest.skip(f"{backend}: {reason}")
     if {*SPARSE} & {*terms} and backend != "cpu":
-        pytest.skip(f"{backend}: its kernels compute the softmax alone")
+        pytest.skip(f"{backend}: its kernels support only softmax")
     if "narrow" in terms and backend != "cpu":
         pytest.skip(f"{backend}: weights are of the numbers' dtype")
 

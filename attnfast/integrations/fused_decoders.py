@@ -136,8 +136,9 @@ def masks_of(steps: int, like: Tensor, dropouts: Sequence[tuple[Any, ...]]) -> l
     """Draw the masks of dropouts on tensors ``[B, F]``; each dropout has its number per step.
 
     A third item is the number of features, if it is not that of ``like``. Masks are drawn in the
-    order of a loop over the steps, so that random numbers are the same. For a :class:`Zoneout`
-    they are the factors of new states: 1 − mask in training, otherwise the constant 1 − p.
+    order of a loop over the steps, so that random numbers are the same. The masks of a
+    :class:`Zoneout` multiply new states: Bernoulli with probability 1 − p in training, the constant
+    1 − p in evaluation.
 
     Returns:
         ``[n, B, T, F]`` for each dropout, None if it is inactive.

@@ -388,9 +388,11 @@ def _close(a: Any, b: Any, tolerance: float, least: float = 0.0) -> bool:
 
 
 def _zeros_differ(a: Any, b: Any) -> bool:
-    """Return whether two results have zeros in different places."""
-    both = isinstance(a, Tensor) and isinstance(b, Tensor) and _form(a) == _form(b)
-    return both and bool(((_numbers(a) == 0) != (_numbers(b) == 0)).any())
+    """Return whether two results have zeros in different places, and not by an underflow."""
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor) or _form(a) != _form(b):
+        return False
+    a, b = _numbers(a), _numbers(b)
+    return bool((((a == 0) != (b == 0)) & ((a - b).abs() > 1e-6)).any())
 
 
 def _form(x: Tensor) -> tuple[Any, ...]:

@@ -194,7 +194,7 @@ def select_layer_backend(
     backend = try_select_backend(wanted, like.device, dtype, operator, remembers, stack)
     normalisation = "softmax" if attention is None or remembers else attention.normalisation
     if backend is not None and not dispatch.is_fused(normalisation, backend):
-        return None, f"not {backend}: its kernels compute the softmax alone"
+        return None, f"not {backend}: its kernels support only softmax"
     if backend is not None:
         return backend, ""
     if not is_recording():

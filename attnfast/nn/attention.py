@@ -68,6 +68,11 @@ class _Attention(nn.Module):
             bound = weight_shape[-1] ** -0.5
             self.score_vector = nn.Parameter(torch.empty(weight_shape).uniform_(-bound, bound))
 
+    def extra_repr(self) -> str:
+        """Return the options that ``repr`` shows."""
+        given = self.normalisation != "softmax"
+        return f"normalisation={self.normalisation!r}" if given else ""
+
     def prepare(
         self,
         states: Tensor,

@@ -56,7 +56,7 @@ class AttentionInputs(NamedTuple):
     are not visible; else they are ``[B, (H,) Tq, Tk]``. ``key_exponentials``, for the CPU's tanh
     score, holds e^{2k} of the keys as that backend's function of this name returns it. ``score`` is
     one of :data:`attnfast.ops.arguments.SCORES`; all but the dot score have a score vector.
-    ``normalisation`` is one of :data:`NORMALISATIONS`; kernels of GPUs compute the softmax alone.
+    ``normalisation`` is one of :data:`NORMALISATIONS`; the GPU kernels support only the softmax.
     """
 
     query: Tensor
@@ -81,9 +81,9 @@ class AttentionOutputs(NamedTuple):
 
     That is float32, or float64 for float64. ``statistics [B, (H,) Tq, 5]`` are the fields of
     :class:`attnfast.RowStatistics`: 0 for an empty row, NaN for a row whose weights are NaN.
-    log_sum_exp has no meaning but for the softmax. Weights and statistics have size [0] unless
-    needed; context and gradients of query, key and
-    value have the memory layout of :func:`empty_rows`.
+    log_sum_exp is meaningful only for the softmax. Weights and statistics have size [0] unless
+    needed; context and gradients of query, key and value have the memory layout of
+    :func:`empty_rows`.
     """
 
     context: Tensor

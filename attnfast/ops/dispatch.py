@@ -7,10 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnfast._utils.checks import check_choice
 from attnfast._utils.dispatch_log import record
+from attnfast._utils.torch_private import is_transformed
 from attnfast.ops import reference
 from attnfast.ops.arguments import as_returned, raise_on_tangents
-from attnfast.ops.attention import ATTENTION, AttentionInputs, AttentionOutputs
+from attnfast.ops.attention import (
+    ATTENTION,
+    NORMALISATIONS,
+    AttentionInputs,
+    AttentionOutputs,
+)
 from attnfast.ops.operators import ForwardOperator, is_tracing, needs_gradient, unchecked
 from attnfast.ops.scores import SCORING, ScoreInputs
 from attnfast.outputs import AttentionOutput, attention_result
@@ -30,24 +37,30 @@ def run(operator: ForwardOperator, call: Any, backend: str) -> Any:
         raise_on_tangents(call)
         if not torch.is_grad_enabled():
             return operator(backend, call)
-        if not needs_gradient(call):
+        hidden = not needs_gradient(call)
+        if hidden and not is_transformed():
             return operator(backend, call)
         if call._fields[-1] == "need_weights":  # the backward reads them
             call = unchecked(type(call), (*call[:-1], True))
-        return operator(backend, call) if is_tracing() else operator.differentiable(backend, call)
+        if hidden or is_tracing():
+            return operator(backend, call)
+        return operator.differentiable(backend, call)
     except Exception:
         operator.check(call)
         raise
 
 
 def is_fused(normalisation: str, backend: str) -> bool:
-    """Return whether a backend's attention has the normalisation."""
+    """Return whether one operator of the backend supports the normalisation."""
     return normalisation == "softmax" or backend in ("cpu", "reference")
 
 
 def _compose(call: AttentionInputs, backend: str) -> AttentionOutputs:
-    """Compute attention of PyTorch's operators around a backend's additive scores."""
-    record(call.normalisation, "PyTorch", f"not {backend}: its kernels compute the softmax alone")
+    """Compute attention with PyTorch's operators, on additive scores from the backend."""
+    scores = "" if call.score_vector is None else f" on scores from {backend}"
+    record(
+        call.normalisation, f"PyTorch{scores}", f"not {backend}: its kernels support only softmax"
+    )
 
     def score(query: Tensor, key: Tensor, score_vector: Tensor | None, name: str) -> Tensor:
         if score_vector is None:
@@ -61,6 +74,8 @@ def _compose(call: AttentionInputs, backend: str) -> AttentionOutputs:
 def run_attention(call: AttentionInputs, backend: str) -> AttentionOutput:
     """Run attention and return an AttentionOutput."""
     is_softmax = call.normalisation == "softmax"
+    if not is_softmax:
+        check_choice("normalisation", call.normalisation, NORMALISATIONS)
     fused = is_softmax or is_fused(call.normalisation, backend)
     found = run(ATTENTION, call, backend) if fused else _compose(call, backend)
     context, weights, log_sum_exp, statistics = found

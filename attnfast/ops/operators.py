@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from attnfast._utils.torch_private import below_autograd
+from attnfast._utils.torch_private import below_autograd, is_transformed
 
 LIBRARIES = {
     backend: torch.library.Library(f"attnfast_{backend}", "DEF")
@@ -62,9 +62,14 @@ def needs_gradient(arguments: Any) -> bool:
     return any([x.requires_grad for x in arguments if isinstance(x, Tensor)])
 
 
+def may_need_gradient(arguments: Any) -> bool:
+    """Return whether a gradient may be needed: under vmap and the like, tensors do not show it."""
+    return is_transformed() or needs_gradient(arguments)
+
+
 def call(overload: Any, arguments: Any) -> Any:
     """Call an operator; below autograd, which is faster, if no gradient is needed."""
-    if torch.compiler.is_compiling() or (torch.is_grad_enabled() and needs_gradient(arguments)):
+    if torch.compiler.is_compiling() or (torch.is_grad_enabled() and may_need_gradient(arguments)):
         return results_of(overload(*arguments))
     with below_autograd():
         return results_of(overload(*arguments))

@@ -19,9 +19,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attnfast._utils.checks import check_exact, check_tensor, raise_value_error
-from attnfast.ops.attention import AttentionInputs
+from attnfast._utils.checks import check_choice, check_exact, check_tensor, raise_value_error
+from attnfast.ops.attention import NORMALISATIONS, AttentionInputs
 from attnfast.ops.attention import check as check_attention
+from attnfast.ops.coverage import NORMALISATIONS as WITH_HISTORY
 from attnfast.ops.coverage import CoverageInputs
 from attnfast.ops.coverage import check as check_coverage
 from attnfast.ops.operators import LIBRARIES, Operator
@@ -65,7 +66,7 @@ class RecurrentInputs(NamedTuple):
 
     Dropout masks are factors: ``dropout [B, H]``, the same at all steps, of the state that
     ``weight_hh`` reads; ``dropout_state [B, T, H]`` of the cell's new state, whatever reads it;
-    ``dropout_cell [B, T, H]`` of an LSTM's new cell state, after the state is computed from it;
+    ``dropout_cell [B, T, H]`` of an LSTM's new cell state, once the state is computed from it;
     ``dropout_query [B, T, H]`` of the state that becomes the query; ``dropout_feed [B, T, F]`` of
     the vector that a step is fed; ``dropout_joined [B, T, Dv + H]`` of [c; h], which
     ``weight_output`` reads; ``dropout_output [B, T, F]`` of the attentional vectors. With
@@ -396,6 +397,8 @@ def check(call: RecurrentInputs) -> None:
 
 def _check_past(call: RecurrentInputs) -> None:
     """Raise if only a part of a history is given."""
+    choices = NORMALISATIONS if call.coverage is None else WITH_HISTORY
+    check_choice("normalisation", call.normalisation, choices)
     if call.coverage is None:
         if call.detach_history:
             raise_value_error("detach_history", "False without a coverage", True)

@@ -88,26 +88,30 @@ def scores(call: ScoreInputs) -> ScoreOutputs:
 
 
 def entmax(scores: Tensor, alpha: float) -> Tensor:
-    """Return the weights of α-entmax, α 1.5 or 2 (sparsemax), of rows that have finite scores.
+    """Return the weights of α-entmax, α 1.5 or 2 (sparsemax), of rows with at least a finite score.
 
-    The threshold is that of the largest k scores for which the k-th exceeds it: Martins and
-    Astudillo, ICML 2016, arXiv:1602.02068; Peters, Niculae and Martins, ACL 2019, arXiv:1905.05702.
+    The support is the largest k for which the k-th largest score exceeds the threshold computed
+    from the k largest: Martins and Astudillo, ICML 2016, arXiv:1602.02068; Peters, Niculae and
+    Martins, ACL 2019, arXiv:1905.05702.
     """
     if not scores.shape[-1]:
         return scores
     z = (alpha - 1) * (scores - scores.detach().amax(-1, keepdim=True))
+    z = z.clamp(min=-4)  # scores that have no weight may be −inf, or too low for a sum
     ranked = z.sort(-1, descending=True).values
     k = torch.arange(1, z.shape[-1] + 1, device=z.device, dtype=z.dtype)
-    mean = ranked.masked_fill(ranked == -math.inf, -4).cumsum(-1) / k  # too low to have a weight
+    mean = ranked.cumsum(-1) / k
     if alpha == 2:
         thresholds = mean - 1 / k
     else:
-        mean_square = ranked.masked_fill(ranked == -math.inf, -4).square().cumsum(-1) / k
+        mean_square = ranked.square().cumsum(-1) / k
         inside = 1 / k - (mean_square - mean.square())
         thresholds = mean - inside.clamp(min=torch.finfo(z.dtype).tiny).sqrt()
     support = (ranked > thresholds).sum(-1, keepdim=True)
     threshold = thresholds.gather(-1, (support - 1).clamp(min=0))
-    return (z - threshold).clamp(min=0) ** (1 / (alpha - 1))
+    excess = torch.where(z <= threshold, 0, z - threshold)  # no gradient where they are equal
+    diverged = 0 * z.detach().sum(-1, keepdim=True)  # NaN in a row makes its gradients NaN
+    return excess ** (1 / (alpha - 1)) * (1 + diverged)
 
 
 def attention(call: AttentionInputs, score: Callable[..., Tensor] = score) -> AttentionOutputs:
@@ -300,7 +304,7 @@ def cell_step(
 
 
 def dropped(now: Any, before: Any, mask: Tensor, zoneout: bool) -> Tensor:
-    """Return a state times its mask; with zoneout, what that leaves out is of the state before."""
+    """Multiply a state by its mask; with zoneout, add 1 − mask times the previous state."""
     return before + mask * (now - before) if zoneout else now * mask
 
 

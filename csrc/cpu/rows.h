@@ -202,11 +202,11 @@ C exponentiate(const Row<C>& s, C top, int64_t first, C* statistics) {
   return mass;
 }
 
-// Or replace the scores, less the largest and times alpha - 1, by the weights of sparsemax (alpha 2) or
-// 1.5-entmax, up to rounding; return their sum:
+// Alternatively, replace the scores by the weights of sparsemax (alpha 2) or 1.5-entmax, up to rounding,
+// and return their sum. With z = (alpha - 1) (score - top):
 //   p = max(0, z - t)^r,  r = 1 / (alpha - 1),  with the threshold t of sum p = 1
-// Newton's method starts at most at t, where the sum is convex and falls, so it never passes t; with
-// r = 1 it ends there. NaN stays.
+// Newton's method starts below t, where the sum is convex and falls, so only rounding takes it past t:
+// the last step leads back. NaN stays.
 template <class C, template <class> class Row>
 C entmax(const Row<C>& s, C top, Normalisation normalisation) {
   constexpr int kLanes = Vector<C>::width;
@@ -224,8 +224,9 @@ C entmax(const Row<C>& s, C top, Normalisation normalisation) {
       sums[1] += square ? above + above : d > 0 ? zero + 1 : zero;
     });
     const C next = threshold + (sum<C>(totals[0]) - 1) / sum<C>(totals[1]);
-    if (!(next > threshold)) break;
-    threshold = next;
+    const bool rises = next > threshold;
+    if (next > -2) threshold = next;  // not without a finite score
+    if (!rises) break;
   }
   Vec<C> total[1] = {};
   add_up<C>(s.first(), s.end(), total, [&](int64_t j, auto& sums) {

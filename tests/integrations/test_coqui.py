@@ -157,3 +157,6 @@ def test_windows_in_evaluation_are_its_own():
     decoder = model("windows").decoder
     serve(decoder)
     assert operators(decoder.eval(), speak) == 0
+    decoder.train().attention.eval()  # which makes the windows
+    with torch.no_grad():
+        assert operators(decoder, speak) == 0

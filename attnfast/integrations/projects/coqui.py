@@ -58,7 +58,7 @@ class Original:
 
 
 def why_not_whole(decoder):
-    """Say what of a decoder the operator does not know, or None."""
+    """Return why the operator does not support a decoder, or None."""
     attention = decoder.attention
     if not getattr(attention, "location_attention", False) or attention.forward_attn:
         return "its attention is not location-sensitive, or it is forward attention"
@@ -74,7 +74,7 @@ def layers_of(self, T, inputs, dropouts):
         Layer("lstm", *[getattr(x, n) for n in NAMES], attends_first=False) for x in cells
     ]  # fmt: skip
     reason = why_not_whole(self)
-    if attention.windowing and not self.training:
+    if attention.windowing and not attention.training:
         reason = "its weights have windows in evaluation"
     if reason:
         raise UnsupportedCall(reason)

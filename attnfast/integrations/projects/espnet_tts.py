@@ -50,7 +50,7 @@ def draw_masks(self, steps, like):
 def run_first_layer(self, layer, frames, zoneout):
     """Return states, contexts and weights of the layer that attends, at every frame.
 
-    The first frame reads uniform weights, which the sum that the others read leaves out.
+    The first frame reads uniform weights; they are not part of the sum that later frames read.
     """
     attention = self.att
     zeros = frames.new_zeros(len(frames), self.lstm[0].hidden_size)
@@ -97,7 +97,7 @@ class Decoder:
         # its cells read [context; frame], the operator's [frame; context]
         first = layers[0]._replace(weight_ih=layers[0].weight_ih.roll(-hs.shape[2], 1))
         states, contexts, weights = run_first_layer(self, first, frames, zoneouts[0])
-        for layer, masks in zip(layers[1:], zoneouts[1:]):  # they change no query
+        for layer, masks in zip(layers[1:], zoneouts[1:]):  # they do not affect the queries
             above = RecurrentState(zeros, zeros)
             states = run_layer(layer, states, above, zoneout=bool(masks), **masks).states
         states = torch.cat([states, contexts], -1) if self.use_concate else states
