@@ -91,7 +91,7 @@ FAULTS = {
     "self.of_state(state), key": (
         "self.of_stat(state), key",
         "its replacement fails on an example: AttributeError: 'WordAttention' object has no ",
-        "my_adapter.py:10)\n",
+        "my_adapter.py:11)\n",
     ),
     "module.of_state.in_features), source": (
         "3), source",
