@@ -1200,7 +1200,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         "attended": [("torch.cat([v.weight[0], v.bias])", "torch.cat([v.weight[0], 0 * v.bias])")],
         "Decoder.forward": [
             ("dropout_cell=of_first[1]", "dropout_cell=of_first[0]"),
-            ("self.query, self.att", "_, self.att"),
+            ("self.query, self.attention_rnn_cell_state", "_, self.attention_rnn_cell_state"),
         ],
     },
     ("attnfast/nn/_fused_rnn.py", "tests/test_nn_recurrent.py -k steps_drop"): {
