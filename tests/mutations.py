@@ -1275,7 +1275,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         ],
     },
     ("attnfast/integrations/helpers.py", "tests/test_replace_fallback.py"): {
-        "attend": [
+        "attend_to_source": [
             ("query.shape[:-2] != key.shape[:-2]", "False"),
             ("mask is None or _fits(mask, of_weights)", "True"),
         ],
