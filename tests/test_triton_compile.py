@@ -136,18 +136,19 @@ def record_coverage(coverage, sizes: tuple, dtype, every: bool) -> None:
         lengths, penalty, transition = torch.tensor([Tk, 17]), torch.ones(H), weights[..., 0]
         rate = state = keys
         grad = keys[..., 0].contiguous()
-    for history, sigmoid in (((filters, projection), False), ((None, None), True)):
-        moves = None if sigmoid else transition
+    for history, normalisation in (((filters, projection), "softmax"), ((None, None), "sigmoid")):
+        moves = transition if normalisation == "softmax" else None
         terms = (*history, penalty, rate, moves, state, state)
         weight = query.new_zeros(A)
         call = coverage.CoverageInputs(
-            query, key, value, weight, bias, mask, lengths, *terms, score="tanh", sigmoid=sigmoid
-        )
+            query, key, value, weight, bias, mask, lengths, *terms, score="tanh",
+            normalisation=normalisation,
+        )  # fmt: skip
         context, _, last, _, log_weights, sigmoid_sum = coverage.forward(call)
         backward = coverage.CoverageBackward(
             context, weights if every else None, last if every else None, grad,
             None if moves is None else log_weights, query, key, value, weight, lengths, *terms,
-            weights, log_weights, sigmoid_sum, 1.0, "tanh", sigmoid, *[True] * 4,
+            weights, log_weights, sigmoid_sum, 1.0, "tanh", normalisation, *[True] * 4,
         )  # fmt: skip
         coverage.backward(backward)
 
