@@ -1522,7 +1522,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         ],
         "project": [("if not is_plain(layer, nn.Linear):", "if not isinstance(layer, nn.Linear):")],
     },
-    ("csrc/cpu/recurrent.cpp", "tests/test_nn_recurrent.py -k pack_once"): {
+    ("csrc/cpu/recurrent.cpp", "tests/test_recurrent.py -k 'cpu and invalid_calls'"): {
         "recurrent": [
             ('(given.packed->numel()) == kernels().packed(a), "packed");', '(1), "packed");'),
         ],
