@@ -298,8 +298,8 @@ def additive_score(
     r"""Compute the additive scores alone, :math:`e_{ij} = w^\top \tanh(q_i + k_j)`, for all pairs.
 
     For weights that no attention function computes, such as those of a pointer network's clipped
-    scores. Only the scores are stored, never the features ``[B, Tq, Tk, A]``. Mask the
-    scores of padding afterwards.
+    scores. Only the scores are stored, never the features ``[B, Tq, Tk, A]``. Mask the scores of
+    padding afterwards.
 
     Args:
         query: ``[B, Tq, A]`` or ``[B, H, Tq, A]``: float32, float64, bfloat16 or float16.

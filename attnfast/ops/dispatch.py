@@ -37,12 +37,12 @@ def run(operator: ForwardOperator, call: Any, backend: str) -> Any:
         raise_on_tangents(call)
         if not torch.is_grad_enabled():
             return operator(backend, call)
-        hidden = not needs_gradient(call)
-        if hidden and not is_transformed():
+        shows = needs_gradient(call)
+        if not shows and not is_transformed():  # a transform hides that a tensor requires one
             return operator(backend, call)
         if call._fields[-1] == "need_weights":  # the backward reads them
             call = unchecked(type(call), (*call[:-1], True))
-        if hidden or is_tracing():
+        if not shows or is_tracing():
             return operator(backend, call)
         return operator.differentiable(backend, call)
     except Exception:
