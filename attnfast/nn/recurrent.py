@@ -200,14 +200,15 @@ class AttentionRNN(_AttentionWrapper):
             if x is None and name != "hidden":
                 continue
             check_tensor(f"hx.{name}", x)
-            if list(x.shape) != list(wanted):
+            if x.shape != wanted:
                 raise_value_error(f"hx.{name}", f"{list(wanted)}", list(x.shape))
             if not is_autocast_on() and (x.dtype != input.dtype or x.device != input.device):
                 like = f"{input.dtype} on {input.device}, as the input"
                 raise_value_error(f"hx.{name}", like, f"{x.dtype} on {x.device}")
-        if not isinstance(hx.packed, tuple) or len(hx.packed) != self.num_layers:
-            hx = hx._replace(packed=None)
-        return hx
+        packed = hx.packed
+        if packed is None or (isinstance(packed, tuple) and len(packed) == self.num_layers):
+            return hx
+        return hx._replace(packed=None)
 
     def _check(self, input: Any, memory: Any, target_lengths: Any) -> None:
         """Raise unless the inputs fit the layer."""
@@ -294,7 +295,7 @@ class AttentionRNN(_AttentionWrapper):
                 above = (self.num_layers - 1, *x.shape[:2], self.hidden_size)
                 dropout_between = self._mask(self.dropout, h, above)
             done = run_layer(
-                self._layer(*numbers), x, start._replace(hidden=h, cell=c, packed=packed),
+                self._layer(*numbers), x, RecurrentState(h, c, start.feed, start.history, packed),
                 *((None, None) if first else (self.attention, memory)), target_lengths=lengths,
                 dropout=dropout, dropout_between=dropout_between, need_weights=bool(need_weights),
             )  # fmt: skip
