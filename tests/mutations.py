@@ -1140,7 +1140,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
             ("stack=drops or layers > 1)[1] or None", "stack=drops or layers > 1)[1] and None"),
             ("x.shape[:2] == (layers, len(source))", "True"),
         ],
-        "masks_of": [
+        "draw_masks": [
             ("zip(dropouts, masks)", "zip(dropouts[::-1], masks[::-1])"),
             (".movedim(0, 2)", ".movedim(0, 1)"),
         ],
@@ -1171,7 +1171,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
     },
     ("attnfast/integrations/projects/joeynmt.py", "tests/integrations/test_joeynmt.py"): {
         "Decoder.forward": [
-            ("of_vectors[0].roll(-rnn.hidden_size, -1)", "of_vectors[0]"),
+            ("of_vectors.roll(-rnn.hidden_size, -1)", "of_vectors"),
             ("words = words * of_input\n", "pass\n"),
         ],
     },
@@ -1191,7 +1191,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         ],
     },
     ("attnfast/integrations/fused_decoders.py", "tests/integrations/test_espnet_tts.py"): {
-        "masks_of": [("if dropout.training else mask.fill_(p)", "if True else mask.fill_(p)")],
+        "draw_masks": [("if dropout.training else mask.fill_(p)", "if True else mask.fill_(p)")],
     },
     ("attnfast/integrations/projects/tacotron2.py", "tests/integrations/test_tacotron2.py"): {
         "run_layers": [

@@ -23,13 +23,14 @@ from attnfast.ops.recurrent import RECURRENT
 
 __all__ = [
     "LOOP",
-    "Zoneout",
+    "StepDropout",
+    "apply_mask",
+    "draw_masks",
     "fusion_skip_reason",
     "gru_skip_reason",
     "is_plain_table",
     "last_states",
     "linear_of",
-    "masks_of",
     "run_decoder",
     "state_of",
 ]
@@ -125,35 +126,60 @@ def last_states(steps: Tensor) -> Tensor:
     return last if last.dim() == 3 else last.unsqueeze(0)
 
 
-class Zoneout(NamedTuple):
-    """A zoneout for :func:`masks_of`: a state keeps each element with probability p."""
+class StepDropout(NamedTuple):
+    """A dropout in a loop over steps; with ``zoneout`` a zoneout, which keeps old elements.
+
+    ``p`` and ``training`` are those of ``nn.Dropout``. ``size``: the number of features, None for
+    that of the states. ``times``: the masks of a step, such as one per layer; None for a single
+    one, without an axis for them.
+    """
 
     p: float
     training: bool
+    size: int | None = None
+    times: int | None = None
+    zoneout: bool = False
+
+    @classmethod
+    def of(cls, module: Any, size: int | None = None, times: int | None = None) -> StepDropout:
+        """Return the dropout of an ``nn.Dropout``."""
+        return cls(module.p, module.training, size, times)
+
+    @property
+    def is_active(self) -> bool:
+        """Return whether it has masks; a zoneout draws numbers even if p is 0."""
+        return self.zoneout or (self.training and self.p > 0)
 
 
-def masks_of(steps: int, like: Tensor, dropouts: Sequence[tuple[Any, ...]]) -> list[Tensor | None]:
-    """Draw the masks of dropouts on tensors ``[B, F]``; each dropout has its number per step.
+def draw_masks(steps: int, like: Tensor, dropouts: Sequence[StepDropout]) -> list[Tensor | None]:
+    """Draw the masks of dropouts on states like ``like [B, F]``, in the order of a loop.
 
-    A third item is the number of features, if it is not that of ``like``. Masks are drawn in the
-    order of a loop over the steps, so that random numbers are the same. The masks of a
-    :class:`Zoneout` multiply new states: Bernoulli with probability 1 − p in training, the constant
-    1 − p in evaluation.
+    The random numbers are those of a loop over the steps. Masks of a zoneout multiply new states:
+    Bernoulli with probability 1 − p in training, the constant 1 − p in evaluation.
 
     Returns:
-        ``[n, B, T, F]`` for each dropout, None if it is inactive.
+        ``[B, T, F]`` or ``[times, B, T, F]`` for each dropout, None if it is inactive.
     """
     masks: list[list[Tensor]] = [[] for _ in dropouts]
     for _ in range(steps):
-        for (dropout, times, *features), drawn in zip(dropouts, masks):
-            p, keep, zoneout = dropout.p, 1 - dropout.p, isinstance(dropout, Zoneout)
-            for _ in range(times if zoneout or (dropout.training and p > 0) else 0):
-                mask = like.new_empty(len(like), *(features or like.shape[1:]))
-                if zoneout:
+        for dropout, drawn in zip(dropouts, masks):
+            p, keep, times = dropout.p, 1 - dropout.p, dropout.times
+            for _ in range((1 if times is None else times) if dropout.is_active else 0):
+                mask = like.new_empty(len(like), dropout.size or like.shape[1])
+                if dropout.zoneout:
                     drawn.append(1 - (mask.bernoulli_(p) if dropout.training else mask.fill_(p)))
                 else:
                     drawn.append(mask.bernoulli_(keep).div_(keep) if keep else mask.zero_())
-    return [torch.stack(x).unflatten(0, (steps, -1)).movedim(0, 2) if x else None for x in masks]
+    stacked = [torch.stack(x).unflatten(0, (steps, -1)).movedim(0, 2) if x else None for x in masks]
+    return [
+        x[0] if x is not None and dropout.times is None else x
+        for dropout, x in zip(dropouts, stacked)
+    ]
+
+
+def apply_mask(states: Tensor, mask: Tensor | None) -> Tensor:
+    """Return states times the mask of a dropout, which is None if that is inactive."""
+    return states if mask is None else states * mask
 
 
 def run_decoder(

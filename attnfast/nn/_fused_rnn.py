@@ -36,7 +36,7 @@ from attnfast.ops.backends import (
 )
 from attnfast.ops.coverage import CoverageInputs
 from attnfast.ops.operators import is_tracing
-from attnfast.ops.recurrent import RECURRENT, WEIGHTS, RecurrentInputs, feed_size
+from attnfast.ops.recurrent import GATES, RECURRENT, WEIGHTS, RecurrentInputs, feed_size
 from attnfast.ops.reference import cell_step, dropped
 from attnfast.ops.span import rows_at
 
@@ -108,6 +108,15 @@ class Layer(NamedTuple):
         if not is_plain(rnn, nn.GRU, nn.LSTM) or rnn.bidirectional or rnn.proj_size:
             return cls(mode, rnn=rnn, **options)
         every = [[getattr(rnn, f"{x}_l{i}", None) for x in NAMES] for i in range(rnn.num_layers)]
+        return cls.stack(mode, every, **options)
+
+    @classmethod
+    def of_cells(cls, *cells: Any, **options: Any) -> Layer:
+        """Return the layer of an ``nn.GRUCell``, ``nn.LSTMCell`` or ``nn.RNNCell``, or a stack."""
+        every = [[getattr(cell, x) for x in NAMES] for cell in cells]
+        weight_hh = every[0][1]
+        gates = weight_hh.shape[0] // weight_hh.shape[1]
+        mode = next(mode for mode, number in GATES.items() if number == gates)
         return cls.stack(mode, every, **options)
 
     @classmethod

@@ -13,11 +13,12 @@ from attnfast.decoding import Memory
 from attnfast.integrations.adapter import Adapter, UnsupportedCall, arguments
 from attnfast.integrations.fused_decoders import (
     LOOP,
+    StepDropout,
+    draw_masks,
     fusion_skip_reason,
     gru_skip_reason,
     is_plain_table,
     linear_of,
-    masks_of,
     run_decoder,
 )
 from attnfast.integrations.helpers import attend_to_source, batch_first, is_plain, project_both
@@ -63,11 +64,11 @@ class Steps:
         query = linear_of(linear.weight[:, : hidden.shape[1]], linear.bias)
         output = self.fc_out if hasattr(self, "fc_out") else self.out
         layer, words, E = Layer.of(self.rnn), input.T, self.embedding.embedding_dim
-        (dropped,) = masks_of(len(input), hidden, [(self.dropout, 1, E)])
+        (dropped,) = draw_masks(len(input), hidden, [StepDropout.of(self.dropout, E)])
 
         def steps_of(first, stop, state):
             x = self.embedding(words[:, first:stop])
-            x = x if dropped is None else x * dropped[0, :, first:stop]
+            x = x if dropped is None else x * dropped[:, first:stop]
             steps = run_decoder(layer, x, state, query, memory)
             return steps, torch.cat([steps.states, steps.contexts, x], 2)
 

@@ -10,7 +10,7 @@ from attnfast.decoding import Memory
 from attnfast.integrations.adapter import Adapter, UnsupportedCall
 from attnfast.integrations.fused_decoders import fusion_skip_reason, run_decoder, state_of
 from attnfast.integrations.helpers import attend_to_source, is_plain, project
-from attnfast.nn._fused_rnn import NAMES, Layer
+from attnfast.nn._fused_rnn import Layer
 
 
 class Recognition:
@@ -30,7 +30,7 @@ class Head:
         cell, T, B = self.attention_cell, batch_max_length + 1, len(batch_H)
         if not is_train or text.shape[1] < T:
             raise UnsupportedCall("there is no text, or one of too few characters")
-        layer = Layer("lstm", *[getattr(cell.rnn, x) for x in NAMES])
+        layer = Layer.of_cells(cell.rnn)
         zeros, parts = batch_H.new_zeros(1, B, self.hidden_size), (cell.i2h, cell.h2h, cell.score)
         reason = fusion_skip_reason(layer, T, batch_H, [zeros, zeros], cell, *parts)
         if reason or not is_plain(cell.rnn, nn.LSTMCell):

@@ -1,7 +1,5 @@
 """The attention of Coqui's (and Mozilla's) Tacotrons, and Tacotron 2's decoder."""
 
-from types import SimpleNamespace
-
 import torch
 from torch.nn.functional import pad
 
@@ -9,13 +7,15 @@ from attnfast.decoding import Memory
 from attnfast.integrations.adapter import Adapter, UnsupportedCall
 from attnfast.integrations.fused_decoders import (
     LOOP,
+    StepDropout,
+    apply_mask,
+    draw_masks,
     fusion_skip_reason,
     linear_of,
-    masks_of,
     run_decoder,
 )
 from attnfast.integrations.helpers import attend_to_source, is_plain, keep_in_graph
-from attnfast.nn._fused_rnn import NAMES, Layer, RecurrentState, run_layer
+from attnfast.nn._fused_rnn import Layer, RecurrentState, run_layer
 from attnfast.nn.stateful import CumulativeState, LocationAwareAttention
 from attnfast.ops.coverage import NORMALISATIONS
 
@@ -67,12 +67,13 @@ def why_not_whole(decoder):
     return None
 
 
-def layers_of(self, T, inputs, dropouts):
-    """Return both layers of a decoder, or raise if no operator can run its loop over the frames."""
+def layers_of(self, T, inputs):
+    """Return both layers of a decoder and the dropouts of a step: of h and c, of s, of its end.
+
+    Raise if no operator can run its loop over the frames.
+    """
     attention, cells = self.attention, (self.attention_rnn, self.decoder_rnn)
-    layers = [
-        Layer("lstm", *[getattr(x, n) for n in NAMES], attends_first=False) for x in cells
-    ]  # fmt: skip
+    layers = [Layer.of_cells(x, attends_first=False) for x in cells]
     reason = why_not_whole(self)
     if attention.windowing and not attention.training:
         reason = "its weights have windows in evaluation"
@@ -81,13 +82,19 @@ def layers_of(self, T, inputs, dropouts):
     dropout, *rest = self.stopnet
     if not is_plain(self.stopnet, torch.nn.Sequential) or not is_plain(dropout, torch.nn.Dropout):
         raise UnsupportedCall("its stop network is not a dropout and a layer")
+    size, frame = cells[1].hidden_size, self.linear_projection.linear_layer.out_features
+    dropouts = [
+        StepDropout(self.p_attention_dropout, self.training, times=2),
+        StepDropout(self.p_decoder_dropout, self.training, size),
+        StepDropout.of(dropout, size + frame),
+    ]
     first = inputs.new_zeros(1, len(inputs), cells[0].hidden_size)
     if reason := fusion_skip_reason(
         layers[0], T, inputs, [first], attention, *cells, attention, self.linear_projection, *rest,
-        drops=any(x.training and x.p > 0 for x in dropouts), remembers=True,
+        drops=any(x.is_active for x in dropouts), remembers=True,
     ):  # fmt: skip
         raise UnsupportedCall(reason)
-    return layers
+    return layers, dropouts
 
 
 def attended(self, layer, frames, inputs, processed, mask, **masks):
@@ -126,33 +133,25 @@ class Decoder:
 
     def forward(self, inputs, memories, mask):
         frames = self._reshape_memory(memories)
-        of_query = SimpleNamespace(p=self.p_attention_dropout, training=self.training)
-        of_hidden = SimpleNamespace(p=self.p_decoder_dropout, training=self.training)
-        dropouts = of_query, of_hidden, self.stopnet[0]
-        layers = layers_of(self, len(frames), inputs, dropouts)
+        layers, dropouts = layers_of(self, len(frames), inputs)
         start = self.get_go_frame(inputs).unsqueeze(0)
         frames = self.prenet(self._update_memory(torch.cat([start, frames])))[:-1].transpose(0, 1)
         self._init_states(inputs, mask=mask)
         self.attention.init_states(inputs)
-        size = self.decoder_rnn.hidden_size
-        stop_size = size + self.linear_projection.linear_layer.out_features
         h = frames.new_zeros(len(inputs), self.attention_rnn.hidden_size)
-        drawn = masks_of(
-            frames.shape[1], h,
-            [(of_query, 2), (of_hidden, 1, size), (self.stopnet[0], 1, stop_size)],
-        )  # fmt: skip
-        of_first, above, stop = ([None, None] if x is None else x for x in drawn)
+        of_first, of_above, of_stop = draw_masks(frames.shape[1], h, dropouts)
+        of_state, of_cell = (None, None) if of_first is None else of_first
         steps = attended(
             self, layers[0], frames, inputs, self.processed_inputs, mask,
-            dropout_state=of_first[0], dropout_cell=of_first[1],
+            dropout_state=of_state, dropout_cell=of_cell,
         )  # fmt: skip
-        s = frames.new_zeros(len(inputs), size)
+        s = frames.new_zeros(len(inputs), self.decoder_rnn.hidden_size)
         joined = torch.cat([steps.states, steps.contexts], -1)
-        upper = run_layer(layers[1], joined, RecurrentState(s, s), dropout_state=above[0])
+        upper = run_layer(layers[1], joined, RecurrentState(s, s), dropout_state=of_above)
         made = self.linear_projection(torch.cat([upper.states, steps.contexts], -1))
         ends = torch.cat([upper.states, made], -1)
         ends = ends.detach() if self.separate_stopnet else ends
-        ends = self.stopnet[1](ends if stop[0] is None else ends * stop[0])
+        ends = self.stopnet[1](apply_mask(ends, of_stop))
         self.query, self.attention_rnn_cell_state = steps.states[:, -1], steps.cells[:, -1]
         self.decoder_hidden, self.decoder_cell = upper.states[:, -1], upper.cells[:, -1]
         self.context = steps.contexts[:, -1]

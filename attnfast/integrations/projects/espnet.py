@@ -12,8 +12,10 @@ from attnfast.integrations.adapter import Adapter, UnsupportedCall
 from attnfast.integrations.cache import TensorSnapshot, cached_per_source
 from attnfast.integrations.fused_decoders import (
     LOOP,
+    StepDropout,
+    apply_mask,
+    draw_masks,
     fusion_skip_reason,
-    masks_of,
     run_decoder,
 )
 from attnfast.integrations.helpers import (
@@ -22,7 +24,7 @@ from attnfast.integrations.helpers import (
     multiplied,
     together,
 )
-from attnfast.nn._fused_rnn import NAMES, Layer, RecurrentState, run_layer
+from attnfast.nn._fused_rnn import Layer, RecurrentState, run_layer
 from attnfast.nn.stateful import CoverageAttention, CumulativeState, LocationAwareAttention
 from attnfast.ops.arguments import length_mask
 
@@ -395,17 +397,12 @@ def history_of(attention):
     return CumulativeState(first, first), {"kind": LocationAwareAttention, "terms": terms}
 
 
-def dropped(states, mask):
-    """Return states times the mask of a dropout, which is None if that is inactive."""
-    return states if mask is None else states * mask[0]
-
-
 class Decoder:
     """c = attend(h¹), h¹ = cell([y; c], h¹); layers above it; W hᴸ + b, or W [hᴸ; c] + b."""
 
     def forward(self, hs_pad, hlens, ys_in_pad, ys_in_lens, strm_idx=0):
         attention, (B, T) = self.att_list[0], ys_in_pad.shape
-        layers = [Layer(self.dtype, *[getattr(x, n) for n in NAMES]) for x in self.decoder]
+        layers = [Layer.of_cells(x) for x in self.decoder]
         parts, dropouts = [self.decoder, self.dropout_dec, attention], list(self.dropout_dec)
         zeros, plain = hs_pad.new_zeros(B, self.dunits), type(attention).__name__ == "AttAdd"
         if self.sampling_probability > 0:
@@ -434,14 +431,16 @@ class Decoder:
             key, hs_pad, lengths_of(attention), score_vector=attention.gvec.weight[0], score="tanh"
         )
         first = RecurrentState(zeros, zeros if self.dtype == "lstm" else None)
-        of_query, *of_states = masks_of(T, zeros, [(x, 1) for x in (dropouts[0], *dropouts)])
+        of_query, *of_states = draw_masks(
+            T, zeros, [StepDropout.of(x) for x in (dropouts[0], *dropouts)]
+        )
         steps = run_decoder(
             layers[0], embedded, first._replace(history=history), attention.mlp_dec, memory, 2.0,
-            dropout_query=None if of_query is None else of_query[0], **terms,
+            dropout_query=of_query, **terms,
         )  # fmt: skip
-        states = dropped(steps.states, of_states[0])
+        states = apply_mask(steps.states, of_states[0])
         for layer, mask in zip(layers[1:], of_states[1:]):  # they change no query
-            states = dropped(run_layer(layer, states, first).states, mask)
+            states = apply_mask(run_layer(layer, states, first).states, mask)
         if self.context_residual:
             states = torch.cat([states, steps.contexts], -1)
         out = self.output(keep_in_graph(states, attention.gvec.bias))

@@ -1,7 +1,5 @@
 """ESPnet's Tacotron 2: the decoder of speech synthesis."""
 
-from types import SimpleNamespace
-
 import torch
 from torch.nn import functional as F
 
@@ -9,9 +7,10 @@ from attnfast.decoding import Memory
 from attnfast.integrations.adapter import Adapter, UnsupportedCall
 from attnfast.integrations.fused_decoders import (
     LOOP,
-    Zoneout,
+    StepDropout,
+    apply_mask,
+    draw_masks,
     fusion_skip_reason,
-    masks_of,
     run_decoder,
 )
 from attnfast.integrations.helpers import keep_in_graph
@@ -19,26 +18,24 @@ from attnfast.integrations.projects.espnet import (
     EMPTY,
     KNOWN,
     begin,
-    dropped,
     history_of,
     lengths_of,
 )
-from attnfast.nn._fused_rnn import NAMES, Layer, RecurrentState, run_layer
+from attnfast.nn._fused_rnn import Layer, RecurrentState, run_layer
 from attnfast.nn.stateful import CumulativeState
 
 
-def draw_masks(self, steps, like):
+def draw_decoder_masks(self, steps, like):
     """Return the prenet's layers with their dropout masks, and the zoneout masks of each cell.
 
     The prenet drops features in evaluation too.
     """
     prenet = list(self.prenet.prenet) if self.prenet else []
-    drawn = masks_of(
+    drawn = draw_masks(
         steps, like,
         [
-            *((SimpleNamespace(p=self.prenet.dropout_rate, training=True), 1, x[0].out_features)
-              for x in prenet),
-            *((Zoneout(getattr(x, "zoneout_rate", 0), x.training), 2 * hasattr(x, "zoneout_rate"))
+            *(StepDropout(self.prenet.dropout_rate, True, x[0].out_features) for x in prenet),
+            *(StepDropout(getattr(x, "zoneout_rate", 0), x.training, None, 2, hasattr(x, "cell"))
               for x in self.lstm),
         ],
     )  # fmt: skip
@@ -82,7 +79,7 @@ class Decoder:
         r, attention, prenet, cells = self.reduction_factor, self.att, self.prenet, self.lstm
         frames = F.pad(ys[:, r - 1 :: r], (0, 0, 1, -1))  # each step reads the frame before
         T, zeros = frames.shape[1], hs.new_zeros(len(hs), cells[0].hidden_size)
-        layers = [Layer("lstm", *[getattr(getattr(x, "cell", x), n) for n in NAMES]) for x in cells]
+        layers = [Layer.of_cells(getattr(x, "cell", x)) for x in cells]
         parts = [cells, attention, self.feat_out, self.prob_out, *([prenet] if prenet else ())]
         zoned = any(hasattr(x, "zoneout_rate") for x in cells)
         if reason := fusion_skip_reason(
@@ -91,9 +88,9 @@ class Decoder:
             raise UnsupportedCall(reason)
         attention.reset()
         begin(attention, hs, list(map(int, hlens)), None)
-        of_frames, zoneouts = draw_masks(self, T, zeros)
+        of_frames, zoneouts = draw_decoder_masks(self, T, zeros)
         for layer, mask in of_frames:
-            frames = dropped(layer(frames), mask)
+            frames = apply_mask(layer(frames), mask)
         # its cells read [context; frame], the operator's [frame; context]
         first = layers[0]._replace(weight_ih=layers[0].weight_ih.roll(-hs.shape[2], 1))
         states, contexts, weights = run_first_layer(self, first, frames, zoneouts[0])

@@ -11,10 +11,12 @@ from attnfast.decoding import Memory
 from attnfast.integrations.adapter import Adapter, UnsupportedCall
 from attnfast.integrations.fused_decoders import (
     LOOP,
+    StepDropout,
+    apply_mask,
+    draw_masks,
     fusion_skip_reason,
     last_states,
     linear_of,
-    masks_of,
     run_decoder,
     state_of,
 )
@@ -77,10 +79,11 @@ class Decoder:
         self._check_shapes_input_forward(
             trg_embed, encoder_output, encoder_hidden, src_mask, states[0], prev_att_vector
         )
-        sizes = rnn.input_size, rnn.hidden_size, output.in_features
-        of_input, of_layers, of_vectors = masks_of(
-            unroll_steps, words[:, 0], list(zip(dropouts, (1, rnn.num_layers - 1, 1), sizes))
-        )
+        sizes, times = (rnn.input_size, rnn.hidden_size, output.in_features), rnn.num_layers - 1
+        of_input, of_layers, of_vectors = draw_masks(
+            unroll_steps, words[:, 0],
+            [StepDropout.of(*x) for x in zip(dropouts, sizes, (None, times, None))],
+        )  # fmt: skip
         attention.compute_proj_keys(keys=encoder_output)
         key = attention.proj_keys
         state = state_of(*states, feed=feed[0][0] if feed else None)
@@ -92,24 +95,24 @@ class Decoder:
                 memory = memory._replace(score_vector=weight[0], score="tanh")
             masks = {"dropout_between": of_layers}
             if of_input is not None:
-                of_input, masks["dropout_feed"] = of_input[0].tensor_split((words.shape[2],), -1)
+                of_input, masks["dropout_feed"] = of_input.tensor_split((words.shape[2],), -1)
                 words = words * of_input
             if of_vectors is not None:
-                masks["dropout_joined"] = of_vectors[0].roll(-rnn.hidden_size, -1)
+                masks["dropout_joined"] = of_vectors.roll(-rnn.hidden_size, -1)
             steps = run_decoder(
                 layer._replace(output=rolled, attends_first=False), words, state, query, memory,
                 **masks,
             )  # fmt: skip
             vectors, weights = steps.attentional, steps.weights
         else:
-            words = words if of_input is None else words * of_input[0]
+            words = apply_mask(words, of_input)
             steps = run_layer(layer, words, state, dropout_between=of_layers)
             asking = steps.output if query is None else query(steps.output)
             context, weights = attend_to_source(
                 attention, asking, key, encoder_output, weight, mask=src_mask > 0
             )
             both = torch.cat([steps.output, context], 2)
-            vectors = self.activation(output(both if of_vectors is None else both * of_vectors[0]))
+            vectors = self.activation(output(apply_mask(both, of_vectors)))
         if query is not None:
             attention.compute_proj_query(steps.output[:, -1:])
         last = [last_states(x) for x in (steps.states, steps.cells) if x is not None]

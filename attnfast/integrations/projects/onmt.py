@@ -13,14 +13,15 @@ from attnfast.integrations.adapter import Adapter, UnsupportedCall
 from attnfast.integrations.cache import cached_per_source
 from attnfast.integrations.fused_decoders import (
     LOOP,
+    StepDropout,
+    draw_masks,
     fusion_skip_reason,
     last_states,
-    masks_of,
     run_decoder,
     state_of,
 )
 from attnfast.integrations.helpers import attend_to_source, is_plain, project, project_joined
-from attnfast.nn._fused_rnn import NAMES, Layer
+from attnfast.nn._fused_rnn import Layer
 from attnfast.ops.arguments import length_mask
 
 
@@ -64,10 +65,7 @@ class OpenNMT:
 def stack_of(self, T, enc_out):
     """Return the cells and the layer after the attention, if the operator can run T steps."""
     attention, hidden, cells = self.attn, self.state["hidden"], self.rnn.layers
-    layer = Layer.stack(
-        "lstm" if len(hidden) == 2 else "gru", [[getattr(x, n) for n in NAMES] for x in cells],
-        output=attention.linear_out, attends_first=False,
-    )  # fmt: skip
+    layer = Layer.of_cells(*cells, output=attention.linear_out, attends_first=False)
     dropouts = [x for x in (self.rnn.dropout, self.dropout) if x is not None]
     own = [x for x in (self.rnn, getattr(self, "copy_attn", None)) if x is not None]
     plain = all(is_plain(x, type(x)) for x in own) and all(
@@ -88,9 +86,10 @@ def unrolled(self, layer, words, memory):
     """Return the last states, the attentional vectors and the weights of all words."""
     feed, above = self.state["input_feed"][0], self.num_layers - 1
     between = nn.Dropout(0.0) if self.rnn.dropout is None else self.rnn.dropout
-    of_layers, of_output = masks_of(words.shape[1], feed, [(between, above), (self.dropout, 1)])
-    of_output = None if of_output is None else of_output[0]
-    masks = {"dropout_between": of_layers, "dropout_output": of_output}
+    dropouts = StepDropout.of(between, times=above), StepDropout.of(self.dropout)
+    masks = dict(
+        zip(("dropout_between", "dropout_output"), draw_masks(words.shape[1], feed, dropouts))
+    )
     state, query = state_of(*self.state["hidden"], feed=feed), getattr(self.attn, "linear_in", None)
     terms = {"normalisation": self.attn.attn_func}
     steps = run_decoder(layer, words, state, query, memory, terms=terms, **masks)

@@ -9,13 +9,14 @@ from attnfast.integrations.adapter import Adapter, UnsupportedCall
 from attnfast.integrations.cache import cached_per_source
 from attnfast.integrations.fused_decoders import (
     LOOP,
+    StepDropout,
+    draw_masks,
     fusion_skip_reason,
-    masks_of,
     run_decoder,
     state_of,
 )
 from attnfast.integrations.helpers import attend_to_source
-from attnfast.nn._fused_rnn import NAMES, Layer
+from attnfast.nn._fused_rnn import Layer
 from attnfast.nn.stateful import CumulativeState, LocationAwareAttention
 
 
@@ -74,9 +75,6 @@ class KeyValue:
         return context, weights.unsqueeze(1)
 
 
-CELLS = {"gru": "gru", "lstm": "lstm", "rnn": "tanh"}
-
-
 class Decoder:
     """h = cell([x; c], h), c = attend(h), y = V [c; h] + d.
 
@@ -85,10 +83,7 @@ class Decoder:
 
     def forward(self, inp_tensor, enc_states, wav_len):
         attention, (B, T), cells = self.attn, inp_tensor.shape[:2], list(self.rnn.rnn_cells)
-        layer = Layer.stack(
-            CELLS[self.rnn_type], [[getattr(x, n) for n in NAMES] for x in cells],
-            attends_first=False,
-        )  # fmt: skip
+        layer = Layer.of_cells(*cells, attends_first=False)
         zeros = enc_states.new_zeros(len(cells), B, self.hidden_size)
         located, by_key = hasattr(attention, "conv_loc"), hasattr(attention, "key_linear")
         dropouts = [self.drop, *self.rnn.dropout_layers]
@@ -122,11 +117,13 @@ class Decoder:
             first = attention.prev_attn.to(enc_states)
             state = state._replace(history=CumulativeState(first, first))
         joined = inp_tensor.shape[2], self.attn_dim
-        sizes = [(self.drop, 1, sum(joined)), *((x, len(cells) - 1) for x in dropouts[1:2])]
-        of_input, *between = masks_of(T, zeros[0], sizes)
+        of_cells = [StepDropout.of(x, times=len(cells) - 1) for x in dropouts[1:2]]
+        of_input, *between = draw_masks(
+            T, zeros[0], [StepDropout.of(self.drop, sum(joined)), *of_cells]
+        )
         masks = dict(zip(["dropout_between"], between))
         if of_input is not None:
-            of_input, masks["dropout_feed"] = of_input[0].split(joined, -1)
+            of_input, masks["dropout_feed"] = of_input.split(joined, -1)
             inp_tensor = inp_tensor * of_input
         steps = run_decoder(layer, inp_tensor, state, query, memory, scale, **history, **masks)
         if located:

@@ -1,19 +1,18 @@
 """Tacotron 2: location-sensitive attention of NVIDIA's and torchaudio's, and their decoders."""
 
-from types import SimpleNamespace
-
 import torch
 
 from attnfast.decoding import Memory
 from attnfast.integrations.adapter import Adapter, UnsupportedCall
 from attnfast.integrations.fused_decoders import (
     LOOP,
+    StepDropout,
+    draw_masks,
     fusion_skip_reason,
-    masks_of,
     run_decoder,
 )
 from attnfast.integrations.helpers import attend_to_source
-from attnfast.nn._fused_rnn import NAMES, Layer, RecurrentState, run_layer
+from attnfast.nn._fused_rnn import Layer, RecurrentState, run_layer
 from attnfast.nn.stateful import CumulativeState, LocationAwareAttention
 from attnfast.ops.arguments import length_mask
 
@@ -43,9 +42,7 @@ def layers_of(self, memory, T, dropouts):
     """Return both layers of a decoder, or raise if no operator can run its loop over the steps."""
     attention, cells = self.attention_layer, (self.attention_rnn, self.decoder_rnn)
     drops = self.training and max(dropouts) > 0
-    layers = [
-        Layer("lstm", *[getattr(x, n) for n in NAMES], attends_first=False) for x in cells
-    ]  # fmt: skip
+    layers = [Layer.of_cells(x, attends_first=False) for x in cells]
     parts = [*cells, attention, self.linear_projection, self.gate_layer]
     first = memory.new_zeros(1, len(memory), cells[0].hidden_size)
     if reason := fusion_skip_reason(
@@ -73,9 +70,8 @@ def run_layers(self, layers, dropouts, memory, processed_memory, frames, lengths
         score="tanh",
     )  # fmt: skip
     state = RecurrentState(h, h, history=CumulativeState(past, past))
-    drawn = [SimpleNamespace(p=p, training=self.training) for p in dropouts]
-    masks = masks_of(frames.shape[1], h, [(drawn[0], 1), (drawn[1], 1, s.shape[1])])
-    of_states, of_above = (None if x is None else x[0] for x in masks)
+    drawn = [StepDropout(p, self.training, x.shape[1]) for p, x in zip(dropouts, (h, s))]
+    of_states, of_above = draw_masks(frames.shape[1], h, drawn)
     steps = run_decoder(
         layers[0], frames, state, inner(attention.query_layer), keys,
         kind=LocationAwareAttention, terms=terms, dropout_state=of_states,

@@ -10,10 +10,12 @@ from torch import nn
 from attnfast.decoding import Memory
 from attnfast.integrations.adapter import Adapter, UnsupportedCall
 from attnfast.integrations.fused_decoders import (
+    StepDropout,
+    apply_mask,
+    draw_masks,
     fusion_skip_reason,
     is_plain_table,
     linear_of,
-    masks_of,
     run_decoder,
     state_of,
 )
@@ -55,11 +57,12 @@ def forced(model, source, mask, target, drops_states=True):
         raise UnsupportedCall(reason)
     symbols = torch.cat([model.start_symbol(len(source)), target[:, :-1]], 1)
     embedded, H = model.embeddings(symbols), rnn.hidden_size
-    of_words, of_layers, of_states = masks_of(
+    of_states = StepDropout(dropout.p if drops_states else 0.0, dropout.training, H)
+    of_words, of_layers, of_states = draw_masks(
         T, embedded[:, 0],
-        [(dropout, 1), (cells, rnn.num_layers - 1, H), (dropout, drops_states, H)],
+        [StepDropout.of(dropout), StepDropout.of(cells, H, rnn.num_layers - 1), of_states],
     )  # fmt: skip
-    embedded = embedded if of_words is None else embedded * of_words[0]
+    embedded = apply_mask(embedded, of_words)
     _, key = project_both(attention, attention.M, states[0][-1], source, states_first=True)
     memory = Memory(
         key, source, mask=~mask.unsqueeze(1), score_vector=attention.V.weight[0], score="tanh"
@@ -69,7 +72,7 @@ def forced(model, source, mask, target, drops_states=True):
         layer, embedded, state_of(*states), of_query, memory, dropout_between=of_layers
     )
     output = keep_in_graph(steps.output, attention.V.bias)
-    return embedded, output if of_states is None else output * of_states[0], steps
+    return embedded, apply_mask(output, of_states), steps
 
 
 class SoftAttention:
