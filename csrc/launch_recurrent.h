@@ -47,7 +47,8 @@ bool multiplies_narrow();
   X(Optional, inverse_fertility, sizes, dtype, {B, Tk})                   \
   X(Optional, transition_prob, sizes, dtype, {B, T})                      \
   X(Optional, coverage, sizes, dtype, {B, Tk})                            \
-  X(Optional, previous, sizes, dtype, {B, Tk})
+  X(Optional, previous, sizes, dtype, {B, Tk})                            \
+  X(Optional, weight_gate, sizes, of_weights, {Dv, H})
 #define ATTNFAST_LAYER_OPTIONS(X)                                 \
   X(std::string, mode, any)                                       \
   X(bool, attends_first, any)                                     \
@@ -60,11 +61,13 @@ bool multiplies_narrow();
   ATTNFAST_LAYER_PARAMETERS(X)                             \
   X(Optional, mask, terms, ScalarType::Bool, {T, Tk})      \
   ATTNFAST_LAYER_TERMS(X)                                  \
+  X(Optional, bias_gate, sizes, dtype, {Dv})               \
   X(Optional, key_exponentials, exponentials, given.score) \
   X(Optional, packed, bytes)                               \
   ATTNFAST_LAYER_OPTIONS(X)                                \
   X(bool, zoneout, any)                                    \
-  X(bool, detach_history, any)
+  X(bool, detach_history, any)                             \
+  X(std::string, output_activation, activates)
 
 #define ATTNFAST_RECURRENT_BACKWARD(X)                                    \
   X(Tensor, grad_states, layered, dtype, {B, T, H})                       \
@@ -87,9 +90,11 @@ bool multiplies_narrow();
   X(Tensor, gates, of_layers, given.mode != "tanh", 4 * H)                \
   X(Tensor, log_weights, of_steps, given.transition_prob.has_value(), Tk) \
   X(Tensor, sigmoid_sum, of_steps, given.normalisation == "sigmoid", 1)   \
+  X(Tensor, context_gates, of_steps, given.weight_gate.has_value(), Dv)   \
   ATTNFAST_LAYER_OPTIONS(X)                                               \
   X(bool, zoneout, any)                                                   \
   X(bool, detach_history, any)                                            \
+  X(std::string, output_activation, activates)                            \
   X(bool, need_grad_input, any)                                           \
   X(bool, need_grad_parameters, any)                                      \
   X(bool, need_grad_key, any)
@@ -150,7 +155,9 @@ struct LayerChecker : ArgumentChecker, FilterSizes {
       needs(given.dropout_cell, given.cell, "dropout_cell");
       needs(given.dropout_query, given.key, "dropout_query");
       needs(given.dropout_feed, given.key, "dropout_feed");
+      needs(given.weight_gate, given.key, "weight_gate");
     }
+    if constexpr (requires { given.bias_gate; }) needs(given.bias_gate, given.weight_gate, "bias_gate");
     needs(given.bias_query, given.weight_query, "bias_query");
     needs(given.bias_output, given.weight_output, "bias_output");
     check(!given.attends_first || (!given.feed && !given.weight_output), "attends_first");
@@ -172,6 +179,8 @@ struct LayerChecker : ArgumentChecker, FilterSizes {
   static bool goes_with(const std::string& score, const Optional& key, const Optional& score_vector) {
     return score_vector.has_value() == (score_of(score) != Score::dot) && (key || !score_vector);
   }
+
+  static bool activates(const std::string& name) { return name == "tanh" || name == "identity"; }
 
   // Check the result of `key_exponentials` in cpu/attention.cpp.
   bool exponentials(const Optional& x, const std::string& score) const {
@@ -221,14 +230,14 @@ struct LayerChecker : ArgumentChecker, FilterSizes {
 
 ATTNFAST_ARGUMENTS(RecurrentArguments, "recurrent", ATTNFAST_RECURRENT, LayerChecker)
 ATTNFAST_RESULTS(RecurrentOutputs, states, cells, contexts, weights, attentional, coverage, loss, queries,
-                 gates, log_weights, sigmoid_sum)
+                 gates, log_weights, sigmoid_sum, context_gates)
 ATTNFAST_ARGUMENTS(RecurrentBackwardArguments, "recurrent_backward", ATTNFAST_RECURRENT_BACKWARD,
                    LayerChecker)
 ATTNFAST_RESULTS(RecurrentGradients, grad_input, grad_hidden, grad_cell, grad_feed, grad_weight_ih,
                  grad_weight_hh, grad_bias_ih, grad_bias_hh, grad_key, grad_value, grad_score_vector,
                  grad_weight_query, grad_bias_query, grad_weight_output, grad_bias_output,
                  grad_weight_ih_upper, grad_filters, grad_projection, grad_penalty, grad_inverse_fertility,
-                 grad_transition_prob, grad_coverage, grad_previous)
+                 grad_transition_prob, grad_coverage, grad_previous, grad_weight_gate, grad_bias_gate)
 
 // Return a view of evenly strided rows [B, T, n], of a matrix, or of a vector. With several layers,
 // the layer is the head axis.
@@ -267,6 +276,8 @@ void put_weights(const Arguments& given, Layer& a, KeepAlive& keep) {
   a.weight_output = weight_of(given.weight_output, a.narrow, keep);
   if constexpr (requires { given.weight_ih_upper; })
     a.weight_ih_upper = weight_of(given.weight_ih_upper, a.narrow, keep);
+  if constexpr (requires { given.weight_gate; })
+    a.weight_gate = weight_of(given.weight_gate, a.narrow, keep);
 }
 
 template <class Arguments>
@@ -303,6 +314,9 @@ void put_layer(const Arguments& given, const LayerChecker& fit, Layer& a, KeepAl
     a.dropout_feed = packed_view(given.dropout_feed, keep);
     a.dropout_joined = packed_view(given.dropout_joined, keep);
   }
+  a.output_tanh = true;
+  if constexpr (requires { given.output_activation; }) a.output_tanh = given.output_activation == "tanh";
+  if constexpr (requires { given.bias_gate; }) a.bias_gate = packed_view(given.bias_gate, keep);
   put_weights(given, a, keep);
   a.bias_ih = packed_view(given.bias_ih, keep);
   a.bias_hh = packed_view(given.bias_hh, keep);
@@ -383,6 +397,7 @@ RecurrentOutputs results_of(const RecurrentArguments& given, const LayerChecker&
       .gates = of_layers(a.cell != Cell::tanh, 4 * a.H, a.gates),
       .log_weights = room(given.transition_prob.has_value(), a.Tk, a.attention.log_weights),
       .sigmoid_sum = room(given.normalisation == "sigmoid", 1, a.attention.sigmoid_sum),
+      .context_gates = room(given.weight_gate.has_value(), a.Dv, a.context_gates),
   };
 }
 
@@ -396,6 +411,7 @@ RecurrentGradients gradients_of(const RecurrentBackwardArguments& given, const L
   a.attentional = result_of(given.attentional, keep);
   a.queries = result_of(given.queries, keep);
   a.gates = result_of(given.gates, keep, fit.stacked);
+  a.context_gates = result_of(given.context_gates, keep);
   a.attention.log_weights = result_of(given.log_weights, keep);
   a.attention.sigmoid_sum = result_of(given.sigmoid_sum, keep);
   a.attention.grad_log_weights = result_of(given.grad_log_weights, keep);
@@ -411,6 +427,9 @@ RecurrentGradients gradients_of(const RecurrentBackwardArguments& given, const L
     return grad;
   };
   const bool parameters = given.need_grad_parameters;
+  const bool gates = parameters && given.weight_gate;
+  const Tensor grad_bias_gate = empty_if(gates, given.input, {a.Dv}, fit.dtype);
+  if (gates) a.grad_bias_gate = rows_of(grad_bias_gate);
   return {
       .grad_input = gradient(given.input, given.need_grad_input, a.grad_input),
       .grad_hidden = gradient(given.hidden, true, a.grad_hidden, fit.stacked),
@@ -435,6 +454,8 @@ RecurrentGradients gradients_of(const RecurrentBackwardArguments& given, const L
       .grad_transition_prob = gradient(given.transition_prob, true, a.attention.grad_transition_prob),
       .grad_coverage = gradient(given.coverage, true, a.attention.grad_coverage_in),
       .grad_previous = gradient(given.previous, true, a.attention.grad_previous),
+      .grad_weight_gate = gradient(given.weight_gate, parameters, a.grad_weight_gate),
+      .grad_bias_gate = grad_bias_gate,
   };
 }
 

@@ -1201,7 +1201,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
     ("attnfast/integrations/projects/coqui.py", "tests/integrations/test_coqui.py"): {
         "attended": [("torch.cat([v.weight[0], v.bias])", "torch.cat([v.weight[0], 0 * v.bias])")],
         "Decoder.forward": [
-            ("dropout_cell=of_first[1]", "dropout_cell=of_first[0]"),
+            ("dropout_cell=of_cell", "dropout_cell=of_first[0]"),
             ("self.query, self.attention_rnn_cell_state", "_, self.attention_rnn_cell_state"),
         ],
     },
@@ -1402,7 +1402,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
     },
     ("attnfast/nn/_fused_rnn.py", "tests/test_zero_sizes.py"): {
         "_run_no_step": [
-            ("state = state._replace(history=attention.start(memory))", "pass"),
+            ("state = state._replace(history=inner.start(memory))", "pass"),
             ("y[..., :0, :] for x, y in", "y[..., :1, :] for x, y in"),
         ],
     },
@@ -1446,9 +1446,15 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
             ("{masked[t % 2] + (layer * a.B + b) * a.H, a.H}", "{masked[t % 2] + b * a.H, a.H}"),
             ("packed.hidden.at(own)", "packed.hidden.at(panel)"),
         ],
-        "attend": [("in_place.scores = step.weights;", "")],
+        "weigh": [("in_place.scores = step.weights;", "")],
+        "apply_gate": [("gate = sigmoid_of(gate);", "")],
+        "compute_attentional": [("if (a.output_tanh) sum =", "sum =")],
     },
     ("csrc/cpu/recurrent_backward.h", RECURRENT): {
+        "gate_back": [
+            ("((C)1 - factor)", "factor"),
+            ("g * factor, n", "g, n"),
+        ],
         "begin_history": [
             ("clear(row<C>(room.parameter_sums, b), room.parameter_sums.batch);", "{}"),
             ("row<C>(h.grad_previous, b)[j] = 0;", ""),
@@ -1457,6 +1463,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         "put_fed": [
             ("if (!runs(a, b, t)) x = Vec<C>{};", ""),
             ("f = mask == 0 ? Vec<C>{} : f / mask;", ""),
+            ("if (a.output_tanh) x *=", "x *="),
         ],
         "backward_units": [
             ("if (given_cell) grad_cell += part(given_cell);", ""),
@@ -1468,6 +1475,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         "backward_block": [("if (layer == a.layers - 1) add_attended(", "add_attended(")],
         "add_attended": [
             ("multiply_mask(a.dropout_joined, a.Dv, t,", "multiply_mask(a.dropout_joined, 0, t,"),
+            ("if (a.weight_gate.data) {", "if (false) {"),
         ],
         "grad_to_fed": [("if (a.dropout_feed.data) g *=", "if (false) g *=")],
         "grad_to_below": [("x, at_layer<C>(a.dropout_between, layer - 1), t);", "x, View{}, t);")],
@@ -1476,6 +1484,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
             ("!a.attends_first, a.dropout_feed,", "!a.attends_first, none,"),
             ("a.attends_first, a.dropout_query, a.A,", "a.attends_first, none, a.A,"),
             ("columns_from(a.dropout_joined, a.Dv), a.F", "a.dropout_joined, a.F"),
+            ("a.attends_first, none, a.Dv, a.H,", "false, none, a.Dv, a.H,"),
             ("columns_from(rest.left, gates);", "columns_from(rest.left, alike);"),
         ],
         "pack_right": [

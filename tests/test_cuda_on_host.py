@@ -392,6 +392,8 @@ def test_a_recurrent_layer_takes_no_packed_weights(recurrent):
         ("dropout of query", "dropout_query", "dropout that changes from step to step"),
         ("dropout of feed", "dropout_feed", "dropout that changes from step to step"),
         ("dropout of joined", "dropout_joined", "dropout that changes from step to step"),
+        ("gate", "weight_gate", "without a gate"),
+        ("identity", "output_activation", "a tanh of its output"),
     ],
 )
 def test_what_a_recurrent_layer_has_not(term, argument, reason, recurrent):

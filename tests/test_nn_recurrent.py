@@ -36,6 +36,8 @@ ATTENTIONS = {
     "forward": lambda: attn.ForwardAttention(12, 10, 8),
     "forward, location": lambda: attn.ForwardAttention(12, 10, 8, 5, 3, channels="both"),
     "window": lambda: attn.LocalAttention(12, 10, window=2),
+    "gated": lambda: attn.GatedAttention(attn.BahdanauAttention(12, 10, 8), 12),
+    "gated coverage": lambda: attn.GatedAttention(attn.CoverageAttention(12, 10, 8), 12),
     "heads": lambda: attn.MultiHeadAttention(12, 10, 10, 2),
 }
 
@@ -67,7 +69,7 @@ def test_in_one_call_in_parts_and_in_steps(kind, recurrence, attention, monkeypa
     in_one_call_in_parts_and_in_steps(kind, attention, monkeypatch, recurrence=recurrence)
 
 
-@pytest.mark.parametrize("attention", ["bahdanau", "location", "heads"])
+@pytest.mark.parametrize("attention", ["bahdanau", "location", "gated", "heads"])
 @pytest.mark.parametrize("recurrence", RECURRENCES)
 @pytest.mark.parametrize("kind", [attn.AttentionGRU, attn.AttentionLSTM])
 def test_a_stack_in_one_call_in_parts_and_in_steps(kind, recurrence, attention, monkeypatch):

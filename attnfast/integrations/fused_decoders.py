@@ -18,6 +18,7 @@ from attnfast.nn._fused_rnn import (
 )
 from attnfast.nn._linear import is_plain
 from attnfast.nn.attention import LuongAttention
+from attnfast.nn.wrappers import GatedAttention
 from attnfast.ops.backends import try_select_backend
 from attnfast.ops.recurrent import RECURRENT
 
@@ -191,6 +192,7 @@ def run_decoder(
     scale: float = 1.0,
     kind: type[nn.Module] = LuongAttention,
     terms: dict[str, Any] | None = None,
+    gate: nn.Linear | None = None,
     **options: Any,
 ) -> LayerOutputs:
     """Run the layer over ``input [B, T, E]``; the memory determines the score.
@@ -201,6 +203,7 @@ def run_decoder(
         scale: multiplies the score.
         kind: the class of the attention, one with a history if the score has one.
         terms: the attributes from which such a class takes the terms of the score.
+        gate: computes the sums of the gate on the context, if there is one.
     """
     attention: Any = kind.__new__(kind)  # all its parameters are given: none are drawn at random
     nn.Module.__init__(attention)
@@ -209,4 +212,8 @@ def run_decoder(
     given = {"query_proj": of_query, "scale": 1.0, "temperature": 1 / scale}
     for name, value in {**given, "normalisation": "softmax", **(terms or {})}.items():
         setattr(attention, name, value)
+    if gate is not None:
+        inner, attention = attention, GatedAttention.__new__(GatedAttention)
+        nn.Module.__init__(attention)
+        attention.attention, attention.gate = inner, gate
     return run_layer(layer, input, state, attention, memory, need_weights=True, **options)

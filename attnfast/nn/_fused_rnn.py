@@ -25,6 +25,7 @@ from attnfast.nn.stateful import (
     LocationAwareAttention,
     last_of,
 )
+from attnfast.nn.wrappers import GatedAttention
 from attnfast.ops import dispatch
 from attnfast.ops.arguments import apply_temperature, length_mask
 from attnfast.ops.backends import (
@@ -87,8 +88,8 @@ class Layer(NamedTuple):
     """A recurrent layer: the parameters of its cell, as in ``nn.GRU``, or a module.
 
     With ``weight_ih_upper`` it is a stack, whose parameters are stacked, ``[L, ..]``: see
-    :class:`attnfast.ops.recurrent.RecurrentInputs`. ``output`` computes the attentional vectors
-    before the tanh. ``rnn`` is called step by step if its parameters are not equivalent to it.
+    :class:`attnfast.ops.recurrent.RecurrentInputs`. ``output`` computes the attentional vectors,
+    before their tanh if there is one. ``rnn`` is called step by step if its parameters are not equivalent to it.
     """
 
     mode: str
@@ -100,6 +101,7 @@ class Layer(NamedTuple):
     attends_first: bool = True
     rnn: Any = None
     weight_ih_upper: Tensor | None = None
+    output_tanh: bool = True
 
     @classmethod
     def of(cls, rnn: Any, **options: Any) -> Layer:
@@ -238,6 +240,13 @@ FUSED_ATTENTIONS = (
 LARGE = 1 << 20
 
 
+def split_gate(attention: Any) -> tuple[Any, nn.Linear | None]:
+    """Return an attention and the layer of its gate, if it has a gate that the operator supports."""
+    if is_plain(attention, GatedAttention) and is_plain(attention.gate, nn.Linear):
+        return attention.attention, attention.gate
+    return attention, None
+
+
 def _is_large(layer: Layer, memory: Any) -> bool:
     read = [layer.weight_ih, layer.weight_hh]
     read += [memory.key, memory.value] if isinstance(memory, Memory) else []
@@ -270,13 +279,18 @@ def run_layer(
     backend, reason, output = None, "its cell or output layer is no plain module", layer.output
     plain = layer.rnn is None and (output is None or is_plain(output, nn.Linear))
     given = {name: x for name, x in dropouts.items() if x is not None}
+    inner, gate = split_gate(attention)
     stack = layer.weight_ih_upper is not None or bool(given.keys() - {"dropout"})
+    stack |= gate is not None or not layer.output_tanh
     in_loop = stack or (torch.is_grad_enabled() and _is_large(layer, memory))
     if plain and single and in_loop:
-        reason = "a single step of a stack, or of a large layer with gradients, is faster in a loop"
+        reason = (
+            "a single step of a stack, of a large layer with gradients, or with a gate on its "
+            "context, runs in a loop"
+        )
     elif plain:
         backend, reason = select_layer_backend(
-            attention, memory, input, history=state.history, stack=stack
+            inner, memory, input, history=state.history, stack=stack
         )
         if single and backend is not None and not BACKENDS[backend].packs:
             backend, reason = None, f"{backend} keeps no packed parameters for single steps"
@@ -294,16 +308,20 @@ def run_layer(
     if attention is not None:
         assert memory is not None
         terms, history = terms_of(
-            attention, memory, backend, state.history, input, target_mask=target_mask
+            inner, memory, backend, state.history, input, target_mask=target_mask
         )
         terms["feed"] = None if layer.attends_first else state.feed
+        if gate is not None:  # one gate may be that of all features
+            features = memory.value.shape[-1]
+            terms["weight_gate"] = gate.weight.expand(features, -1)
+            terms["bias_gate"] = None if gate.bias is None else gate.bias.expand(features)
     call = RecurrentInputs(
         input, state.hidden, layer.weight_ih, layer.weight_hh,  # type: ignore[arg-type]
         state.cell, bias_ih=layer.bias_ih, bias_hh=layer.bias_hh,
         weight_output=getattr(output, "weight", None), bias_output=getattr(output, "bias", None),
         target_lengths=target_lengths, weight_ih_upper=layer.weight_ih_upper, mode=layer.mode,
         zoneout=zoneout, detach_history=detach_history, attends_first=layer.attends_first,
-        **terms, **given,  # type: ignore[arg-type]
+        output_activation="tanh" if layer.output_tanh else "identity", **terms, **given,  # type: ignore[arg-type]
     )  # fmt: skip
     if single and not is_tracing():
         packed = _packed(call, backend, state.packed)
@@ -480,7 +498,8 @@ def _run_steps(
             f = context
         if layer.output is not None:
             both = torch.cat([context, last], -1)  # type: ignore[list-item]
-            attentional = layer.output(_drop(both, masks.get("dropout_joined"))).tanh()
+            attentional = layer.output(_drop(both, masks.get("dropout_joined")))
+            attentional = attentional.tanh() if layer.output_tanh else attentional
             f = attentional = _drop(attentional, masks.get("dropout_output"))
         shown = [new_h, new_c, context, weights, attentional]
         if target_lengths is not None:
@@ -504,7 +523,8 @@ def _run_no_step(
 ) -> LayerOutputs:
     """Return the outputs for an input without steps: those of one step, cut to length 0."""
     if getattr(attention, "has_history", False) and state.history is None:
-        state = state._replace(history=attention.start(memory))
+        inner: Any = attention.attention if isinstance(attention, GatedAttention) else attention
+        state = state._replace(history=inner.start(memory))
     step = _run_steps(
         layer, input.new_zeros(input.shape[0], 1, input.shape[2]), state, attention, memory,
         target_lengths=None, target_mask=None, need_weights=need_weights,

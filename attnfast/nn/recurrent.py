@@ -22,7 +22,7 @@ from attnfast._utils.checks import (
 )
 from attnfast._utils.torch_private import has_dispatch_mode, is_autocast_on
 from attnfast.decoding import Memory, check_memory
-from attnfast.nn._fused_rnn import NAMES, Layer, RecurrentState, run_layer
+from attnfast.nn._fused_rnn import NAMES, Layer, RecurrentState, run_layer, split_gate
 from attnfast.nn.attention import _Attention, _AttentionWrapper, check_sizes
 from attnfast.nn.stateful import last_of
 from attnfast.ops.operators import is_tracing
@@ -224,7 +224,7 @@ class AttentionRNN(_AttentionWrapper):
                 "input", f"on the module's device {self.weight_ih_l0.device}", input.device
             )
         B, T = input.shape[:2]
-        if isinstance(self.attention, _Attention):
+        if isinstance(split_gate(self.attention)[0], _Attention):
             check_memory(memory)
         if isinstance(memory, Memory):
             if memory.key.shape[0] != B:

@@ -32,8 +32,7 @@ class GatedAttention(_AttentionWrapper):
     .. math:: \beta_t = \sigma(f^\top s_t + b), \quad c_t = \beta_t \sum_j \alpha_{tj} h_j
 
     The gate may close for words that need no source, such as "of". The weights are α, before the
-    gate. Calls take the arguments of the wrapped attention, with a history or without. Recurrent
-    layers run it step by step.
+    gate. Calls take the arguments of the wrapped attention, with a history or without.
 
     Args:
         attention: a module of :mod:`attnfast.nn`.

@@ -212,7 +212,10 @@ class Cuda(Backend):
         if request.history:
             return "its recurrent layers attend without a history"
         if request.stack:
-            return "it runs one recurrent layer, without dropout that changes from step to step"
+            return (
+                "it runs one recurrent layer, with a tanh of its output, without a gate and without "
+                "dropout that changes from step to step"
+            )
         return super().unsupported_reason(request)
 
     def rank(self, request: DispatchKey) -> float:

@@ -31,10 +31,13 @@ from attnfast.ops.operators import LIBRARIES, Operator
 GATES = {"tanh": 1, "gru": 3, "lstm": 4}
 SAVED_GATES = {"tanh": 0, "gru": 4, "lstm": 4}
 
+#: The activations of an attentional vector.
+OUTPUT_ACTIVATIONS = ("tanh", "identity")
+
 #: The weights of matrix products: they may all be bfloat16 if the other tensors are float32.
 WEIGHTS = (
-    "weight_ih", "weight_hh", "weight_ih_upper", "weight_query", "weight_output", "weight_readout",
-    "weight_vocab",
+    "weight_ih", "weight_hh", "weight_ih_upper", "weight_query", "weight_output", "weight_gate",
+    "weight_readout", "weight_vocab",
 )  # fmt: skip
 
 
@@ -61,6 +64,10 @@ class RecurrentInputs(NamedTuple):
     :class:`CoverageInputs`, where ``previous`` holds logarithms if there is a transition. Steps at
     ``target_lengths`` and beyond leave the history unchanged. With ``detach_history`` no gradient
     reaches a step through the history of the steps after it.
+
+    With ``weight_gate [Dv, H]`` and ``bias_gate [Dv]`` a context is multiplied by σ(W_g h + b_g), h
+    the state of its query (Xu et al., ICML 2015, arXiv:1502.03044). ``output_activation`` is that
+    of the attentional vectors, "tanh" or "identity".
 
     ``target_lengths [B]``, int64: results at these steps and beyond are 0.
 
@@ -116,6 +123,8 @@ class RecurrentInputs(NamedTuple):
     transition_prob: Tensor | None = None
     coverage: Tensor | None = None
     previous: Tensor | None = None
+    weight_gate: Tensor | None = None
+    bias_gate: Tensor | None = None
     key_exponentials: Tensor | None = None
     packed: Tensor | None = None
     mode: str = "gru"
@@ -125,6 +134,7 @@ class RecurrentInputs(NamedTuple):
     normalisation: str = "softmax"
     zoneout: bool = False
     detach_history: bool = False
+    output_activation: str = "tanh"
 
 
 class RecurrentOutputs(NamedTuple):
@@ -134,7 +144,8 @@ class RecurrentOutputs(NamedTuple):
     ``attentional [B, T, F]``; with a history ``coverage [B, Tk]`` after the last step and ``loss
     [B]``, and with a transition ``log_weights [B, T, Tk]``, −inf for 0. Only the backward reads
     ``queries [B, T, A]``, absent if they are the states, ``gates [B, T, S·H]``: r, z, n and
-    W_hn h + b_hn of a GRU, i, f, g and o of an LSTM, and ``sigmoid_sum [B, T, 1]``.
+    W_hn h + b_hn of a GRU, i, f, g and o of an LSTM, ``sigmoid_sum [B, T, 1]``, and
+    ``context_gates [B, T, Dv]``.
     """
 
     states: Tensor
@@ -148,10 +159,14 @@ class RecurrentOutputs(NamedTuple):
     gates: Tensor
     log_weights: Tensor
     sigmoid_sum: Tensor
+    context_gates: Tensor
 
 
 class RecurrentBackward(NamedTuple):
-    """The arguments of the backward."""
+    """The arguments of the backward: 64, the most that a schema of PyTorch can have.
+
+    ``bias_gate`` is not among them: its gradient comes with that of ``weight_gate``.
+    """
 
     grad_states: Tensor
     grad_cells: Tensor | None
@@ -195,6 +210,7 @@ class RecurrentBackward(NamedTuple):
     transition_prob: Tensor | None
     coverage: Tensor | None
     previous: Tensor | None
+    weight_gate: Tensor | None
     states: Tensor
     cells: Tensor
     contexts: Tensor
@@ -204,6 +220,7 @@ class RecurrentBackward(NamedTuple):
     gates: Tensor
     log_weights: Tensor
     sigmoid_sum: Tensor
+    context_gates: Tensor
     mode: str
     attends_first: bool
     scale: float
@@ -211,6 +228,7 @@ class RecurrentBackward(NamedTuple):
     normalisation: str
     zoneout: bool
     detach_history: bool
+    output_activation: str
     need_grad_input: bool
     need_grad_parameters: bool
     need_grad_key: bool
@@ -242,12 +260,15 @@ class RecurrentGradients(NamedTuple):
     grad_transition_prob: Tensor
     grad_coverage: Tensor
     grad_previous: Tensor
+    grad_weight_gate: Tensor
+    grad_bias_gate: Tensor
 
 
 #: The fields that :attr:`RecurrentBackward.need_grad_parameters` stands for.
 PARAMETERS = (
     "weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_query", "bias_query", "weight_output",
-    "bias_output", "weight_ih_upper", "filters", "projection", "penalty",
+    "bias_output", "weight_ih_upper", "filters", "projection", "penalty", "weight_gate",
+    "bias_gate",
 )  # fmt: skip
 
 
@@ -346,7 +367,7 @@ def check(call: RecurrentInputs) -> None:
     if call.key is None:
         given = [x for x in ("value", "score_vector", "weight_query", "bias_query", "weight_output",
                              "bias_output", "mask", "lengths", "key_bounds", "feed", "coverage",
-                             "dropout_query", "dropout_feed",
+                             "dropout_query", "dropout_feed", "weight_gate",
                              "key_exponentials")
                  if getattr(call, x) is not None]  # fmt: skip
         if given:
@@ -356,11 +377,15 @@ def check(call: RecurrentInputs) -> None:
         ("bias_query", "weight_query"), ("bias_output", "weight_output"),
         ("dropout_output", "weight_output"), ("dropout_joined", "weight_output"),
         ("dropout_between", "weight_ih_upper"), ("dropout_cell", "cell"),
+        ("bias_gate", "weight_gate"),
     ):  # fmt: skip
         if getattr(call, name) is not None and getattr(call, of) is None:
             raise_value_error(name, f"None without {of}", "a tensor")
     if call.feed is not None and call.attends_first:
         raise_value_error("feed", "None for what attends first", "a tensor")
+    if call.packed is not None and call.weight_gate is not None:
+        raise_value_error("packed", "None with a weight_gate", "a tensor")
+    check_choice("output_activation", call.output_activation, OUTPUT_ACTIVATIONS)
     if call.weight_output is not None and call.attends_first:
         raise_value_error("weight_output", "None for what attends first", "a tensor")
     A = H if call.weight_query is None else call.weight_query.shape[0]
@@ -370,7 +395,7 @@ def check(call: RecurrentInputs) -> None:
         "feed": (B, F), "bias_ih": (gates,), "bias_hh": (gates,), "weight_query": (A, H),
         "bias_query": (A,), "weight_output": (F, Dv + H), "bias_output": (F,), "dropout": (B, H),
         "transition_prob": (B, T), "dropout_output": (B, T, F), "dropout_state": (B, T, H),
-        "dropout_cell": (B, T, H),
+        "dropout_cell": (B, T, H), "weight_gate": (Dv, H), "bias_gate": (Dv,),
         "dropout_query": (B, T, H), "dropout_feed": (B, T, F), "dropout_joined": (B, T, Dv + H),
     }  # fmt: skip
     if lead := layers(call):
@@ -451,6 +476,7 @@ def fake(call: RecurrentInputs) -> RecurrentOutputs:
         room(SAVED_GATES[call.mode], SAVED_GATES[call.mode] * H, layers(call)),
         room(call.transition_prob is not None, Tk),
         room(call.normalisation == "sigmoid", 1),
+        room(call.weight_gate is not None, Dv),
     )
 
 
@@ -459,7 +485,8 @@ def _fake_backward(call: RecurrentBackward) -> RecurrentGradients:
         x = getattr(call, name)
         return call.input.new_empty(x.shape if wanted and x is not None else (0,))
 
-    grads = {x: like(x, call.need_grad_parameters) for x in PARAMETERS}
+    grads = {x: like(x, call.need_grad_parameters) for x in PARAMETERS if x != "bias_gate"}
+    grads["bias_gate"] = call.input.new_empty(grads["weight_gate"].shape[:1])
     grads |= {x: like(x, call.need_grad_key) for x in ("key", "value", "score_vector")}
     past = ("inverse_fertility", "transition_prob", "coverage", "previous")
     grads |= {x: like(x, True) for x in ("hidden", "cell", "feed", *past)}
@@ -476,7 +503,7 @@ LIBRARIES["cpu"].define(
 RECURRENT = Operator(
     "recurrent", RecurrentInputs, RecurrentOutputs, RecurrentBackward, RecurrentGradients,
     check=check, check_backward=_check_backward, fake=fake, fake_backward=_fake_backward,
-    constant=("queries", "gates", "sigmoid_sum"), backends=("cpu", "cuda"),
+    constant=("queries", "gates", "sigmoid_sum", "context_gates"), backends=("cpu", "cuda"),
     needs={
         "need_grad_input": ("input",),
         "need_grad_parameters": PARAMETERS,

@@ -361,6 +361,14 @@ def recurrent(call: RecurrentInputs) -> RecurrentOutputs:
             past = past[0].detach(), past[1].detach()
         return query, made.context.squeeze(1), weights
 
+    def attend_and_gate(h: Tensor, t: int) -> tuple[Tensor, Tensor, Tensor]:
+        query, context, weights = attend(h, t)
+        if call.weight_gate is None:
+            return query, context, weights
+        gate = linear(h, call.weight_gate, call.bias_gate).sigmoid()
+        results["context_gates"].append(gate)
+        return query, gate * context, weights
+
     def of_layers(rows: list[Any]) -> Any:
         return rows[0] if call.weight_ih_upper is None or rows[0] is None else torch.stack(rows)
 
@@ -369,7 +377,7 @@ def recurrent(call: RecurrentInputs) -> RecurrentOutputs:
         context: Any = None
         weights = attentional = None
         if call.attends_first and call.key is not None:
-            query, context, weights = attend(moved[-1][0], t)
+            query, context, weights = attend_and_gate(moved[-1][0], t)
             f = context
         fed = f if call.dropout_feed is None else f * call.dropout_feed[:, t]
         read, saved_gates = torch.cat([inputs[:, t], fed], -1), []
@@ -386,13 +394,15 @@ def recurrent(call: RecurrentInputs) -> RecurrentOutputs:
             saved_gates.append(gates)
         h = moved[-1][0]
         if not call.attends_first and call.key is not None:
-            query, context, weights = attend(h, t)
+            query, context, weights = attend_and_gate(h, t)
             f = context
         if call.weight_output is not None:
             joined = torch.cat([context, h], -1)
             if call.dropout_joined is not None:
                 joined = joined * call.dropout_joined[:, t]
-            f = attentional = linear(joined, call.weight_output, call.bias_output).tanh()
+            f = attentional = linear(joined, call.weight_output, call.bias_output)
+            if call.output_activation == "tanh":
+                f = attentional = attentional.tanh()
             if call.dropout_output is not None:
                 f = attentional = attentional * call.dropout_output[:, t]
         projects = call.weight_query is not None or call.dropout_query is not None

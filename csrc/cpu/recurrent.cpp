@@ -30,7 +30,7 @@ int64_t threads_for(const Layer& a, int64_t more = 0) {
   const int64_t gates = gates_of(a.cell);
   const int64_t products =
       a.H * (gates * (a.F + (2 * a.layers - 1) * a.H) + (a.weight_query.data ? a.A : 0)) +
-      a.output_dim * a.Dv;
+      a.output_dim * a.Dv + (a.weight_gate.data ? a.Dv * a.H : 0);
   const int64_t work = a.B * (products + a.Tk * (a.A + a.Dv) + more);
   return std::clamp<int64_t>(work / kStepWorthAThread, 1, torch::stable::get_num_threads());
 }
@@ -139,6 +139,7 @@ RecurrentOutputs recurrent(const RecurrentArguments& given) {
   RecurrentForward a{};
   put_layer(given, fit, a, keep);
   if (given.packed) {
+    fit.check(!given.weight_gate, "packed");
     fit.check(static_cast<size_t>(given.packed->numel()) == kernels().packed(a), "packed");
     keep.push_back(packed(*given.packed));
     a.packed = data_or_sentinel(keep.back());
@@ -190,7 +191,8 @@ RecurrentGradients recurrent_backward(const RecurrentBackwardArguments& given) {
   const Room rooms[] = {
       {&a.grad_gates, sums_of(a.cell) * a.H, a.layers}, {&a.grad_fed, feeds_back ? a.F : 0},
       {&a.attention.grad_query, a.attends ? a.A : 0},   {&a.attention.grad_context, a.attends ? a.Dv : 0},
-      {&a.attention.grad_score, a.attends ? a.Tk : 0},  {&a.coverages, given.coverage ? a.Tk : 0}};
+      {&a.attention.grad_score, a.attends ? a.Tk : 0},  {&a.coverages, given.coverage ? a.Tk : 0},
+      {&a.grad_context_gates, given.weight_gate ? a.Dv : 0}};
   const Scratchpad pad = run_team(a, plan, threads, kernels().backward, rooms);
   if (sums) sums->finish(given, fit, a, grads);
   if (a.attends && given.need_grad_key && !fit.K)

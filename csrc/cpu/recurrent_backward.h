@@ -24,7 +24,7 @@ struct ParameterGradient {
 // The buffers of a backward.
 template <class C>
 struct BackwardRoom {
-  Panels<C> input, fed, hidden, above, query, context, output;  // the last two of weight_output
+  Panels<C> input, fed, hidden, above, query, context, output, gate;  // two of weight_output
   C *to_state, *to_cell;  // gradients of a step's state and cell, [layers, B, H]
   void* features;
   View parameter_sums;  // of a history's filters, [B]
@@ -40,6 +40,7 @@ struct BackwardRoom {
       context = take_panels(room, a.F, panels<C>(a.Dv), a.narrow);
       output = take_panels(room, a.F, units, a.narrow);
     }
+    if (a.weight_gate.data) gate = take_panels(room, a.Dv, units, a.narrow);
     if (a.grad_input.data) input = take_panels(room, gates, panels<C>(a.E), a.narrow);
     to_state = room.take(a.layers * a.B * a.H);
     to_cell = room.take(a.layers * a.B * a.H);
@@ -63,7 +64,7 @@ struct BackwardRoom {
       const Panels<C> packed = take_panels(room, a.B * a.T, panels<C>(columns));
       gradients.push_back({left, right, first, earlier, factor, rows, columns, out, sums, packed, true});
     };
-    gradients.reserve(4 + 3 * a.layers);
+    gradients.reserve(5 + 3 * a.layers);
     list(a.grad_gates, a.input, none, false, none, gates, a.E, a.grad_weight_ih, a.grad_bias_ih);
     if (a.F)
       list(a.grad_gates, a.weight_output.data ? a.attentional : a.contexts, a.feed, !a.attends_first,
@@ -90,6 +91,9 @@ struct BackwardRoom {
     if (a.weight_query.data)
       list(a.attention.grad_query, last.states, last.hidden, a.attends_first, a.dropout_query, a.A, a.H,
            a.grad_weight_query, a.grad_bias_query);
+    if (a.weight_gate.data)
+      list(a.grad_context_gates, last.states, last.hidden, a.attends_first, none, a.Dv, a.H,
+           a.grad_weight_gate, a.grad_bias_gate);
     if (!a.weight_output.data) return;
     list(a.grad_fed, a.contexts, none, false, a.dropout_joined, a.F, a.Dv, a.grad_weight_output,
          a.grad_bias_output);
@@ -150,11 +154,11 @@ class BackwardPass {
 
   void pack_weights() {
     const Panels<C>* const all[] = {&room.fed,     &room.hidden, &room.above, &room.query,
-                                    &room.context, &room.output, &room.input};
+                                    &room.context, &room.output, &room.input, &room.gate};
     const View* const weights[] = {&a.weight_ih,     &a.weight_hh,     &a.weight_ih_upper, &a.weight_query,
-                                   &a.weight_output, &a.weight_output, &a.weight_ih};
-    const int64_t first[] = {a.E, 0, 0, 0, 0, a.Dv, 0};
-    const int64_t columns[] = {a.F, a.H, a.H, a.H, a.Dv, a.H, a.E};
+                                   &a.weight_output, &a.weight_output, &a.weight_ih,       &a.weight_gate};
+    const int64_t first[] = {a.E, 0, 0, 0, 0, a.Dv, 0, 0};
+    const int64_t columns[] = {a.F, a.H, a.H, a.H, a.Dv, a.H, a.E, a.H};
     int64_t total = 1;
     for (const auto* panels : all) total += panels->count;
     member.share(total, [&](int64_t item) {
@@ -188,7 +192,7 @@ class BackwardPass {
         x *= mask;
         f = mask == 0 ? Vec<C>{} : f / mask;
       }
-      x *= (C)1 - f * f;
+      if (a.output_tanh) x *= (C)1 - f * f;
     }
     if (!runs(a, b, t)) x = Vec<C>{};
     store_part(row<C>(out, b, t) + c, x, n);
@@ -216,7 +220,23 @@ class BackwardPass {
     });
   }
 
+  // Replace the gradients of gated contexts by those of the contexts, and of the gates' sums.
+  void gate_back(int64_t t) {
+    member.share(a.B, [&](int64_t b) {
+      C *const grad = row<C>(a.attention.grad_context, b, t),
+               *const grad_gate = row<C>(a.grad_context_gates, b, t);
+      const C *const gate = row<C>(a.context_gates, b, t), *const gated = row<C>(a.contexts, b, t);
+      for (int64_t c = 0; c < a.Dv; c += Vector<C>::width) {
+        const int64_t n = a.Dv - c;
+        const Vec<C> g = load_part(grad + c, n, (C)0), factor = load_part(gate + c, n, (C)0);
+        store_part(grad_gate + c, g * load_part(gated + c, n, (C)0) * ((C)1 - factor), n);
+        store_part(grad + c, g * factor, n);
+      }
+    });
+  }
+
   void attend_back(int64_t t) {
+    if (a.weight_gate.data) gate_back(t);
     CoverageBackward step = step_of<C>(a, t);
     step.features = room.features;
     step.parameter_sums = room.parameter_sums;
@@ -274,6 +294,10 @@ class BackwardPass {
         });
     }
     if (a.dropout_query.data) multiply_mask(a.dropout_query, 0, t, block, x);
+    if (a.weight_gate.data) {
+      const Sources<C> grad_gate = of_step<C>(a.grad_context_gates, block.b, t);
+      multiply_panel(grad_gate.data, grad_gate.stride, 1, block.rows, a.Dv, room.gate.at(block.panel), x);
+    }
     if (!a.weight_output.data) return;
     const Sources<C> through = of_step<C>(a.grad_fed, block.b, t);
     const Panel<C> panel = room.output.at(block.panel);

@@ -9,7 +9,7 @@ namespace {
 // The packed parameters of a layer.
 template <class C>
 struct Packed {
-  Panels<C> input, fed, hidden, above, query, context, output;  // the last two of weight_output
+  Panels<C> input, fed, hidden, above, query, context, output, gate;  // two of weight_output
   C* bias;  // of the sums of `cell_forward` in every layer, padded to whole panels
 
   Packed(const Layer& a, Scratch<C>& room) {
@@ -23,6 +23,7 @@ struct Packed {
       context = take_panels(room, a.Dv, panels<C>(a.output_dim), a.narrow);
       output = take_panels(room, a.H, panels<C>(a.output_dim), a.narrow);
     }
+    if (a.weight_gate.data) gate = take_panels(room, a.H, panels<C>(a.Dv), a.narrow);
     bias = room.take(a.layers * kMostGates * units * kPanel<C>);
   }
 
@@ -47,11 +48,11 @@ struct Packed {
   }
 
   void pack(const Layer& a, Member& member) const {
-    const Panels<C>* const all[] = {&input, &fed, &hidden, &above, &query, &context, &output};
-    const View* const weights[] = {&a.weight_ih,    &a.weight_ih,     &a.weight_hh,    &a.weight_ih_upper,
-                                   &a.weight_query, &a.weight_output, &a.weight_output};
-    const int64_t columns[] = {0, a.E, 0, 0, 0, 0, a.Dv},
-                  rows[] = {a.H, a.H, a.H, a.H, a.A, a.output_dim, a.output_dim};
+    const Panels<C>* const all[] = {&input, &fed, &hidden, &above, &query, &context, &output, &gate};
+    const View* const weights[] = {&a.weight_ih,    &a.weight_ih,     &a.weight_hh,     &a.weight_ih_upper,
+                                   &a.weight_query, &a.weight_output, &a.weight_output, &a.weight_gate};
+    const int64_t columns[] = {0, a.E, 0, 0, 0, 0, a.Dv, 0},
+                  rows[] = {a.H, a.H, a.H, a.H, a.A, a.output_dim, a.output_dim, a.Dv};
     int64_t total = 1;  // the biases
     for (const auto* panels : all) total += panels->count;
     member.share(total, [&](int64_t item) {
@@ -165,6 +166,12 @@ class Forwards {
     if (a.queries.data)
       member.share(blocks(a, plan, panels<C>(a.A)),
                    [&](int64_t item) { project(t, Block(a, plan, item)); });
+    weigh(t);
+    if (a.weight_gate.data) apply_gate(t);
+  }
+
+  // Compute the weights and the context of step t.
+  void weigh(int64_t t) {
     CoverageForward step = step_of<C>(a, t);
     step.features = features;
     const AttentionKernels& passes = VARIANT::attention;
@@ -173,9 +180,30 @@ class Forwards {
     in_place.scores = step.weights;
     const auto run = [&](const auto&... each) { run_passes(step, in_place, member, own, each...); };
     if (!has_history(step)) return run(passes.scores, passes.softmax, passes.context);
-    const auto& weigh = VARIANT::coverage.forward;
-    if (step.filters_count) return run(weigh, passes.context);
-    run(passes.scores, weigh, passes.context);
+    const auto& with_history = VARIANT::coverage.forward;
+    if (step.filters_count) return run(with_history, passes.context);
+    run(passes.scores, with_history, passes.context);
+  }
+
+  // Multiply the contexts of step t by their gates, which depend on the states of the queries.
+  void apply_gate(int64_t t) {
+    member.share(blocks(a, plan, packed.gate.count), [&](int64_t item) {
+      const Block block(a, plan, item);
+      const int64_t first = block.panel * kPanel<C>;
+      alignas(64) C x[kMostBatch * kPanel<C>];
+      clear(x, block.rows * kPanel<C>);
+      const Sources<C> state = query_state(block.b, t);
+      multiply_panel(state.data, state.stride, 1, block.rows, a.H, packed.gate.at(block.panel), x);
+      for (int64_t r = 0; r < block.rows; ++r)
+        for_vectors<C>(a.Dv - first, [&](int64_t c, int64_t n) {
+          Vec<C> gate = load(x + r * kPanel<C> + c);
+          if (a.bias_gate.data) gate += load_part(row<C>(a.bias_gate, 0) + first + c, n, (C)0);
+          gate = sigmoid_of(gate);
+          C* const context = row<C>(a.contexts, block.b + r, t) + first + c;
+          store_part(row<C>(a.context_gates, block.b + r, t) + first + c, gate, n);
+          store_part(context, load_part(context, n, (C)0) * gate, n);
+        });
+    });
   }
 
   // Copy the coverage to the output that every step adds to, and prepare the parameters for the
@@ -343,7 +371,7 @@ class Forwards {
         for_vectors<C>(a.output_dim - first, [&](int64_t c, int64_t n) {
           Vec<C> sum = load(x + r * kPanel<C> + c);
           if (a.bias_output.data) sum += load_part(row<C>(a.bias_output, 0) + first + c, n, (C)0);
-          sum = tanh_of(sum);
+          if (a.output_tanh) sum = tanh_of(sum);
           if (a.dropout_output.data)
             sum *= load_part(row<C>(a.dropout_output, block.b + r, t) + first + c, n, (C)0);
           store_part(row<C>(a.attentional, block.b + r, t) + first + c, sum, n);
@@ -359,6 +387,7 @@ class Forwards {
         clear(row<C>(a.attention.weights, b, t), a.Tk);
         if (a.queries.data) clear(row<C>(a.queries, b, t), a.A);
         if (a.weight_output.data) clear(row<C>(a.attentional, b, t), a.output_dim);
+        if (a.weight_gate.data) clear(row<C>(a.context_gates, b, t), a.Dv);
       }
     });
   }

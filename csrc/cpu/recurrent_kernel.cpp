@@ -58,7 +58,7 @@ size_t search_room(const GreedySearch& a) {
 // Return the largest number of items of a phase of products: panels are at least 4 columns wide.
 int64_t most_items(const Layer& a, const LayerPlan& plan) {
   const int64_t columns = larger(larger(a.E, a.H), larger(a.A, larger(a.F, a.Dv)));
-  const int64_t all_panels = 7 + (4 + 3 * a.layers) * kMostGates * parts(columns, 4);
+  const int64_t all_panels = 8 + (5 + 3 * a.layers) * kMostGates * parts(columns, 4);
   const int64_t widest = (kMostGates + 1) * parts(columns, 4) + 2;
   return larger(all_panels, larger(widest, a.layers * parts(columns, 4)) *
                                 larger(parts(a.B * a.T, kMostBatch), larger(parts(a.B, plan.rows), 2)));

@@ -114,6 +114,8 @@ void refuse_unknown(const Arguments& given, const LayerChecker& fit) {
   fit.check(!given.dropout_query, "dropout_query");
   fit.check(!given.dropout_feed, "dropout_feed");
   fit.check(!given.dropout_joined, "dropout_joined");
+  fit.check(!given.weight_gate, "weight_gate");
+  fit.check(given.output_activation == "tanh", "output_activation");
 }
 
 // Conversions of tensors to kernel arguments, and launches for a layer's dtype.
