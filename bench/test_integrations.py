@@ -182,16 +182,26 @@ def d2l_target(m, source, states):
     return m(words(states), [source, states[:, 0].unsqueeze(0), None])[0]
 
 
-def onmt_decoder(D):
+def onmt_decoder(D, score="general"):
     embeddings = common.real("onmt.modules.embeddings", *PIPELINE).Embeddings(D, WORDS, 0)
     decoder = common.real("onmt.decoders.decoder", *PIPELINE).InputFeedRNNDecoder
-    return decoder("LSTM", False, 1, D, "general", embeddings=embeddings)
+    return decoder("LSTM", False, 1, D, score, embeddings=embeddings)
 
 
 def onmt_target(m, source, states):
     h = states[:, 0].unsqueeze(0)
     m.init_state(None, None, (h, h))
     return m(words(states).unsqueeze(2), source)[0]
+
+
+def captioning_decoder(D):
+    return reference_projects.CaptionDecoder(D, D, D, WORDS, D, dropout=0.0)
+
+
+def captioning_target(m, source, states):
+    B, T, _ = states.shape
+    captions = words(states[:, [0, *range(T)]])
+    return m(source, captions, torch.full((B, 1), T + 1))[0]
 
 
 def speechbrain_decoder(rnn, kind):
@@ -421,8 +431,10 @@ CASES = {
     ),
     "Tacotron 2 decoder": Case(SPOKEN, torchaudio_decoder, torchaudio_target, True),
     "Coqui's Tacotron 2 decoder": Case(SPOKEN, coqui_decoder, coqui_target, True),
+    "sgrvinod's decoder": Case((32, 20, 196, 512), captioning_decoder, captioning_target, True),
 }  # fmt: skip
 WHOLE = {
+    "OpenNMT input feeding, mlp": (lambda D: onmt_decoder(D, "mlp"), onmt_target),
     "joeynmt decoder": (joeynmt_decoder, joeynmt_target),
     "eole input feeding": (eole_decoder, eole_target),
     "clovaai's head, decoder": (

@@ -72,7 +72,7 @@ def test_targets_are_known(command):
 
 
 def test_projects_are_counted_and_named():
-    words = {15: "fifteen", 35: "thirty-five"}
+    words = {16: "sixteen", 35: "thirty-five"}
     readme, page = (
         " ".join(PAGES[0].read_text().split()),
         (ROOT / "docs" / "replace.md").read_text(),

@@ -40,7 +40,7 @@ LOOP = "its own code runs single steps"
 #: The parts of decoders whose parameters may be used without calling them.
 PARTS = (
     nn.Linear, nn.Dropout, nn.Conv1d, nn.Conv2d, nn.RNNCell, nn.GRUCell, nn.LSTMCell, nn.Softmax,
-    nn.ModuleList, nn.ReLU,
+    nn.ModuleList, nn.ReLU, nn.Sigmoid,
 )  # fmt: skip
 
 

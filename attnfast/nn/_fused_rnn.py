@@ -89,7 +89,8 @@ class Layer(NamedTuple):
 
     With ``weight_ih_upper`` it is a stack, whose parameters are stacked, ``[L, ..]``: see
     :class:`attnfast.ops.recurrent.RecurrentInputs`. ``output`` computes the attentional vectors,
-    before their tanh if there is one. ``rnn`` is called step by step if its parameters are not equivalent to it.
+    before their tanh if there is one. ``rnn`` is called step by step if its parameters are not
+    equivalent to it.
     """
 
     mode: str
@@ -241,7 +242,7 @@ LARGE = 1 << 20
 
 
 def split_gate(attention: Any) -> tuple[Any, nn.Linear | None]:
-    """Return an attention and the layer of its gate, if it has a gate that the operator supports."""
+    """Return an attention without its gate, and the gate's layer; None if no operator gates it."""
     if is_plain(attention, GatedAttention) and is_plain(attention.gate, nn.Linear):
         return attention.attention, attention.gate
     return attention, None

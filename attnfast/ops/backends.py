@@ -213,8 +213,8 @@ class Cuda(Backend):
             return "its recurrent layers attend without a history"
         if request.stack:
             return (
-                "it runs one recurrent layer, with a tanh of its output, without a gate and without "
-                "dropout that changes from step to step"
+                "it runs one recurrent layer, with a tanh of its output, without a gate on the "
+                "context and without dropout that changes from step to step"
             )
         return super().unsupported_reason(request)
 

@@ -256,6 +256,51 @@ class CaptionAttention(nn.Module):
 CaptionAttention.__qualname__ = CaptionAttention.__name__ = "Attention"
 
 
+class CaptionDecoder(nn.Module):
+    """sgrvinod's decoder: the batch shrinks as captions end; a gate on the context."""
+
+    def __init__(self, attention_dim, embed_dim, decoder_dim, vocab_size, encoder_dim, dropout=0.5):
+        super().__init__()
+        self.encoder_dim, self.vocab_size = encoder_dim, vocab_size
+        self.attention = CaptionAttention(encoder_dim, decoder_dim, attention_dim)
+        self.embedding = nn.Embedding(vocab_size, embed_dim)
+        self.dropout = nn.Dropout(p=dropout)
+        self.decode_step = nn.LSTMCell(embed_dim + encoder_dim, decoder_dim)
+        self.init_h = nn.Linear(encoder_dim, decoder_dim)
+        self.init_c = nn.Linear(encoder_dim, decoder_dim)
+        self.f_beta = nn.Linear(decoder_dim, encoder_dim)
+        self.sigmoid = nn.Sigmoid()
+        self.fc = nn.Linear(decoder_dim, vocab_size)
+
+    def init_hidden_state(self, encoder_out):
+        average = encoder_out.mean(dim=1)
+        return self.init_h(average), self.init_c(average)
+
+    def forward(self, encoder_out, encoded_captions, caption_lengths):
+        """encoder_out [B, rows, columns, encoder_dim], captions [B, words], lengths [B, 1]."""
+        B = encoder_out.size(0)
+        encoder_out = encoder_out.view(B, -1, encoder_out.size(-1))
+        caption_lengths, sort_ind = caption_lengths.squeeze(1).sort(dim=0, descending=True)
+        encoder_out, encoded_captions = encoder_out[sort_ind], encoded_captions[sort_ind]
+        embeddings = self.embedding(encoded_captions)
+        h, c = self.init_hidden_state(encoder_out)
+        decode_lengths = (caption_lengths - 1).tolist()
+        predictions = torch.zeros(B, max(decode_lengths), self.vocab_size)
+        alphas = torch.zeros(B, max(decode_lengths), encoder_out.size(1))
+        for t in range(max(decode_lengths)):
+            n = sum(length > t for length in decode_lengths)
+            context, alpha = self.attention(encoder_out[:n], h[:n])
+            context = self.sigmoid(self.f_beta(h[:n])) * context
+            read = torch.cat([embeddings[:n, t, :], context], dim=1)
+            h, c = self.decode_step(read, (h[:n], c[:n]))
+            predictions[:n, t, :] = self.fc(self.dropout(h))
+            alphas[:n, t, :] = alpha
+        return predictions, encoded_captions, decode_lengths, alphas, sort_ind
+
+
+CaptionDecoder.__qualname__ = CaptionDecoder.__name__ = "DecoderWithAttention"
+
+
 class AttentionUnit(nn.Module):
     """ASTER's, of its recognition head (attention_recognition_head.py)."""
 

@@ -6,9 +6,9 @@ import copy
 
 import pytest
 import torch
-from integrations.common import compare
+from integrations.common import compare, operators, same_after_training, same_training_step, serve
 from integrations.plain import projections
-from integrations.reference_projects import CaptionAttention
+from integrations.reference_projects import CaptionAttention, CaptionDecoder
 
 import attnfast
 from attnfast.integrations import attend_to_source
@@ -80,3 +80,54 @@ def test_another_activation_is_left_alone():
     attention.relu = torch.nn.ELU()
     report = attnfast.replace(attention)
     assert "as sgrvinod's Attention, results differ by" in str(report)
+
+
+WORDS = torch.arange(4).view(1, 4)
+
+
+def make_decoder(dropout=0.5):
+    torch.manual_seed(0)
+    return CaptionDecoder(5, 4, 7, 11, 6, dropout)
+
+
+def replaced(decoder):
+    serve(decoder)
+    return decoder
+
+
+def caption(decoder, draw):
+    """Caption three images at different lengths, and two with one word."""
+    for counts in ([3, 6, 4], [2, 2]):
+        B, lengths = len(counts), torch.tensor(counts).unsqueeze(1)
+        yield decoder(draw(B, 3, 2, 6), draw.words(11, B, max(counts)), lengths)
+
+
+def test_decoder():
+    compare(make_decoder(), caption, dtypes=(torch.float32,))
+    assert operators(replaced(make_decoder()), caption) == 1  # one word is a single step
+
+
+def test_a_decoder_trains_alike():
+    same_after_training(make_decoder(), caption)
+
+
+def test_another_gate_runs_step_by_step():
+    decoder = make_decoder(dropout=0.0)
+    decoder.sigmoid = torch.nn.Hardsigmoid()
+    own = copy.deepcopy(decoder)
+    assert operators(replaced(decoder), caption) == 0
+    same_training_step(
+        own, decoder, lambda m: m(torch.ones(1, 2, 2, 6), WORDS, torch.tensor([[4]]))
+    )
+
+
+def test_words_after_the_end_change_nothing():
+    decoder = make_decoder(dropout=0.0)
+    attnfast.replace(decoder, strict=True)
+    images, captions = torch.randn(2, 3, 2, 6), torch.randint(11, (2, 6))
+    counts = torch.tensor([[6], [3]])
+    first = decoder(images, captions, counts)
+    captions[1, 3:] = 0
+    for x, y in zip(first, decoder(images, captions, counts)):
+        assert x == y if isinstance(x, list) else torch.equal(x, y) or x.shape == captions.shape
+    assert not first[0][1, 2:].any() and not first[3][1, 2:].any()

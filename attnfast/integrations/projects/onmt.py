@@ -65,7 +65,10 @@ class OpenNMT:
 def stack_of(self, T, enc_out):
     """Return the cells and the layer after the attention, if the operator can run T steps."""
     attention, hidden, cells = self.attn, self.state["hidden"], self.rnn.layers
-    layer = Layer.of_cells(*cells, output=attention.linear_out, attends_first=False)
+    layer = Layer.of_cells(
+        *cells, output=attention.linear_out, attends_first=False,
+        output_tanh=attention.attn_type != "mlp",
+    )  # fmt: skip
     dropouts = [x for x in (self.rnn.dropout, self.dropout) if x is not None]
     own = [x for x in (self.rnn, getattr(self, "copy_attn", None)) if x is not None]
     plain = all(is_plain(x, type(x)) for x in own) and all(
@@ -73,7 +76,8 @@ def stack_of(self, T, enc_out):
     )
     if not plain or not all(is_plain(x, nn.Dropout) for x in dropouts):
         raise UnsupportedCall("a cell, dropout or copying has hooks or a forward of its own")
-    parts = [x for x in (attention.linear_out, getattr(attention, "linear_in", None)) if x]
+    names = "linear_out", "linear_in", "linear_context", "linear_query", "v"
+    parts = [getattr(attention, x) for x in names if hasattr(attention, x)]
     if reason := fusion_skip_reason(
         layer, T, enc_out, hidden, attention, *parts, feed=[self.state["input_feed"]],
         drops=any(x.training and x.p > 0 for x in dropouts),
@@ -82,28 +86,41 @@ def stack_of(self, T, enc_out):
     return layer
 
 
-def unrolled(self, layer, words, memory):
+def unrolled(self, layer, words, source, **seen):
     """Return the last states, the attentional vectors and the weights of all words."""
+    attention = self.attn
+    if attention.attn_type == "mlp":
+        query, key = (
+            attention.linear_query,
+            project(attention, "key", attention.linear_context, source),
+        )
+        memory = Memory(key, source, score_vector=attention.v.weight[0], score="tanh", **seen)
+    else:
+        query, memory = getattr(attention, "linear_in", None), Memory(source, source, **seen)
     feed, above = self.state["input_feed"][0], self.num_layers - 1
     between = nn.Dropout(0.0) if self.rnn.dropout is None else self.rnn.dropout
     dropouts = StepDropout.of(between, times=above), StepDropout.of(self.dropout)
     masks = dict(
         zip(("dropout_between", "dropout_output"), draw_masks(words.shape[1], feed, dropouts))
     )
-    state, query = state_of(*self.state["hidden"], feed=feed), getattr(self.attn, "linear_in", None)
-    terms = {"normalisation": self.attn.attn_func}
+    state, terms = (
+        state_of(*self.state["hidden"], feed=feed),
+        {"normalisation": attention.attn_func},
+    )
     steps = run_decoder(layer, words, state, query, memory, terms=terms, **masks)
     last = [last_states(x) for x in (steps.states, steps.cells) if x is not None]
     return tuple(last), steps.attentional, steps.weights
 
 
 class InputFeed:
-    """h = cell([x; f], h), c = attend(h), f = tanh(W [c; h])."""
+    """h = cell([x; f], h), c = attend(h), f = tanh(W [c; h]); with mlp scores, f = W [c; h] + b."""
 
     def _run_forward_pass(self, tgt, enc_out, src_len=None):
         layer = stack_of(self, tgt.shape[1], enc_out)
-        memory = Memory(enc_out, enc_out, lengths_of(self, enc_out, src_len))
-        last, vectors, weights = unrolled(self, layer, self.embeddings(tgt), memory)
+        lengths = lengths_of(self, enc_out, src_len)
+        last, vectors, weights = unrolled(
+            self, layer, self.embeddings(tgt), enc_out, lengths=lengths
+        )
         weights = {"std": weights.transpose(0, 1).contiguous()}
         if self.copy_attn is not None:
             weights["copy"] = self.copy_attn(vectors, enc_out)[1].transpose(0, 1).contiguous()
@@ -131,7 +148,7 @@ class EoleInputFeed:
             mask = ~src_pad_mask
             if mask.shape != (len(enc_out), 1, enc_out.shape[1]):
                 raise UnsupportedCall("its mask is not [B, 1, Tk]")
-        last, vectors, weights = unrolled(self, layer, emb, Memory(enc_out, enc_out, mask=mask))
+        last, vectors, weights = unrolled(self, layer, emb, enc_out, mask=mask)
         return last, vectors, {"std": weights}
 
 
@@ -182,7 +199,6 @@ def why_not_input_fed(decoder):
     """Say what of a decoder the operator does not know, or None."""
     known = (
         (decoder.attn is None, "it does not attend"),
-        (getattr(decoder.attn, "attn_type", "") == "mlp", "its attentional vectors have no tanh"),
         (decoder._coverage, "it has coverage"),
         (decoder.context_gate is not None, "it has a context gate"),
     )

@@ -1,9 +1,23 @@
-"""Attention of sgrvinod's tutorial on captioning, "Show, Attend and Tell"."""
+"""sgrvinod's tutorial on captioning, "Show, Attend and Tell": attention and its decoder."""
 
 from __future__ import annotations
 
-from attnfast.integrations.adapter import Adapter
+import torch
+from torch.nn import functional as F
+
+from attnfast.decoding import Memory
+from attnfast.integrations.adapter import Adapter, UnsupportedCall
+from attnfast.integrations.fused_decoders import (
+    LOOP,
+    StepDropout,
+    apply_mask,
+    draw_masks,
+    fusion_skip_reason,
+    run_decoder,
+    state_of,
+)
 from attnfast.integrations.helpers import attend_to_source, keep_in_graph, multiplied, project
+from attnfast.nn._fused_rnn import Layer
 
 
 class Captioning:
@@ -16,6 +30,46 @@ class Captioning:
         return keep_in_graph(multiplied(context, alpha, encoder_out), self.full_att.bias), alpha
 
 
+def drop_states(dropout, states, words):
+    """Apply a dropout to states ``[B, T, H]``, at each step to captions that have words left."""
+    (B, T, _), masks = states.shape, []
+    for t in range(T):
+        running = sum(n > t for n in words)
+        [mask] = draw_masks(1, states[:running, 0], [StepDropout.of(dropout)])
+        masks.append(None if mask is None else F.pad(mask, (0, 0, 0, 0, 0, B - running)))
+    return states if None in masks else apply_mask(states, torch.cat(masks, 1))
+
+
+class Decoder:
+    """c = attend(h), h = LSTM([y; σ(F h + f) ∘ c], h), V h + d, of captions sorted by length."""
+
+    def forward(self, encoder_out, encoded_captions, caption_lengths):
+        attention, B = self.attention, len(encoder_out)
+        source = encoder_out.view(B, -1, encoder_out.shape[-1])
+        lengths, order = caption_lengths.squeeze(1).sort(dim=0, descending=True)
+        source, captions, words = source[order], encoded_captions[order], (lengths - 1).tolist()
+        T, layer = max(words), Layer.of_cells(self.decode_step)
+        start = [x[None] for x in self.init_hidden_state(source)]
+        reason = fusion_skip_reason(
+            layer, T, source, start, attention, attention, self.decode_step, self.f_beta,
+            self.sigmoid, self.dropout, drops=True,
+        )  # fmt: skip
+        if reason or captions.shape[1] < T:
+            raise UnsupportedCall(reason or "a caption is shorter than its length")
+        steps = run_decoder(
+            layer, self.embedding(captions)[:, :T], state_of(*start), attention.decoder_att,
+            Memory(
+                project(attention, "key", attention.encoder_att, source), source,
+                score_vector=attention.full_att.weight[0], score="relu",
+            ),
+            gate=self.f_beta, target_lengths=lengths - 1,
+        )  # fmt: skip
+        scores = self.fc(drop_states(self.dropout, steps.states, words))
+        padding = lengths[:, None, None] - 1 <= torch.arange(T, device=lengths.device)[:, None]
+        scores = keep_in_graph(scores.masked_fill(padding, 0), attention.full_att.bias)
+        return scores, captions, words, steps.weights, order
+
+
 def example(attention, draw):
     """Call it as its decoder does: the batch shrinks from step to step."""
     width, size = attention.encoder_att.in_features, attention.decoder_att.in_features
@@ -24,6 +78,17 @@ def example(attention, draw):
         for B in range(len(lengths), 0, -1):
             for _ in range(2):
                 yield attention(source[:B], draw(B, size))
+
+
+def caption(decoder, draw):
+    """Call a decoder with captions of several lengths, not sorted."""
+    for lengths in draw.sources((4, 4, 4), (3, 3)):
+        B, side = len(lengths), max(lengths)
+        for T in draw.steps(4, 1, 2):
+            images = draw(B, side, 2, decoder.encoder_dim)
+            captions = draw.words(decoder.vocab_size, B, T + 1)
+            counts = draw.numbers(*(max(2, T + 1 - i % 2) for i in range(B)))
+            yield decoder(images, captions, counts.unsqueeze(1))
 
 
 ADAPTERS = [
@@ -35,5 +100,20 @@ ADAPTERS = [
             f"{x}_att.{y}" for x in ("encoder", "decoder", "full") for y in ("weight", "bias")
         ],
         example=example,
+    ),
+    Adapter(
+        name="sgrvinod's DecoderWithAttention",
+        implementation=Decoder,
+        classes=["DecoderWithAttention"],
+        parameters=[
+            *("attention.*", "embedding.weight", "decode_step.*", "init_h.*", "init_c.*"),
+            *("f_beta.*", "fc.*"),
+        ],
+        attention="attention",
+        example=caption,
+        known_attributes=["vocab_size"],
+        weight_scale=4.0,  # a recurrence makes more of rounding
+        note=LOOP,
+        dtype=torch.float32,  # it stores results in float32
     ),
 ]
