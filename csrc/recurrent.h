@@ -27,7 +27,7 @@ struct Layer {
   bool zoneout;  // masks interpolate between the new and the previous state
   View weight_ih, weight_hh, weight_ih_upper, weight_query, weight_output, weight_gate;
   View bias_ih, bias_hh, bias_query, bias_output, bias_gate;
-  bool output_tanh;  // attentional vectors have a tanh
+  bool output_tanh;               // attentional vectors have a tanh
   const int64_t* target_lengths;  // [B] or null
   // Lengths of the keys, [T, B], with which a history sees no key in padding; or null
   const int64_t* step_lengths;
@@ -53,7 +53,7 @@ struct RecurrentBackward : Layer {
   View grad_coverage;     // in, that of the coverage after the last step, or absent
   View grad_gates;  // buffer [B, T, S H]: the gradients of weight_ih's sums; for a GRU, then of W_hn h
   View grad_context_gates;  // buffer [B, T, Dv], with a gate: the gradient of its sums
-  View grad_fed;    // buffer [B, T, F], with an output: the gradient of the fed features
+  View grad_fed;            // buffer [B, T, F], with an output: the gradient of the fed features
   View grad_input, grad_hidden, grad_cell, grad_feed;  // out, absent if not wanted
   View grad_weight_ih, grad_weight_hh, grad_weight_ih_upper, grad_weight_query, grad_weight_output;
   View grad_bias_ih, grad_bias_hh, grad_bias_query, grad_bias_output, grad_weight_gate, grad_bias_gate;

@@ -1085,7 +1085,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         "Triton._unsupported_reason": [("if request.filters > self.most_filters:", "if False:")],
     },
     ("attnfast/nn/_fused_rnn.py", "tests/test_nn_recurrent.py -k 'not compile and not table'"): {
-        "_remembered": [
+        "_history_arguments": [
             ("mask = seen if mask is None else seen & mask", "pass"),
             ('state.get("previous"), None,', 'state["coverage"], None,'),
         ],
@@ -1103,11 +1103,11 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
     },
     ("attnfast/integrations/cache.py", "tests/test_replace_cache.py"): {
         "_state": [("None if x.is_inference() else x._version", "0")],
-        "_CachedResult.holds": [("self.way == way", "True")],
-        "TensorSnapshot.again": [("is _base(x) and _part(x) == self.part", "is _base(x)")],
+        "_CachedResult.matches": [("self.modes == modes", "True")],
+        "TensorSnapshot.is_unchanged": [("is _base(x) and _part(x) == self.part", "is _base(x)")],
     },
     ("attnfast/integrations/cache.py", "tests/test_replace_refilled.py"): {
-        "TensorSnapshot.again": [("self.copy is None or _is_equal(x, self.copy)", "True")],
+        "TensorSnapshot.is_unchanged": [("self.copy is None or _is_equal(x, self.copy)", "True")],
         "_is_equal": [("x.numel() * x.itemsize) == 0", "x.itemsize) == 0")],
         "_tells_of_changes": [
             ("base.grad_fn is not None and not _is_shared(base)", "base.grad_fn is not None"),

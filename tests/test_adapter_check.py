@@ -430,7 +430,9 @@ def test_attention_within_a_decoder_is_named(cls, how):
     said = str(report)
     assert said.startswith(f"decoder: {cls.__name__} left alone: {what}")
     assert said.endswith(f"; what to do (docs/adapters.md): {command}") and "\n" not in said
-    with pytest.raises(RuntimeError, match=r"no attention that is known; decoder: .* left alone"):
+    with pytest.raises(
+        RuntimeError, match=r"no attention of a supported project; decoder: .* left alone"
+    ):
         attnfast.replace(model, strict=True)
 
 

@@ -277,7 +277,7 @@ def test_twice_and_nothing():
     attnfast.replace(m)
     report = attnfast.replace(m)
     assert "served already" in str(report) and not report.replaced
-    nothing = "no attention that is known, nor a module that looks like it"
+    nothing = "no attention of a supported project, nor a module that looks like it"
     assert str(attnfast.replace(nn.Linear(2, 2))) == nothing
     with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, got int"):
         attnfast.replace(3)
@@ -299,7 +299,7 @@ def test_what_is_no_adapter():
 
 
 def test_strict_raises_where_nothing_is_known():
-    with pytest.raises(RuntimeError, match="Linear has no attention that is known"):
+    with pytest.raises(RuntimeError, match="Linear has no attention of a supported project"):
         attnfast.replace(nn.Linear(2, 2), strict=True)
     m = nn.ModuleList([nn.MultiheadAttention(4, 2)])
     with pytest.raises(RuntimeError, match="MultiheadAttention is not known"):

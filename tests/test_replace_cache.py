@@ -404,9 +404,9 @@ def test_compile_in_one_graph_with_the_rectifier():
 def test_views_of_one_tensor_are_told_apart():
     x = torch.randn(4, 6)
     seen = TensorSnapshot(x[:, :3])
-    assert seen.again(x[:, :3])
+    assert seen.is_unchanged(x[:, :3])
     for other in (x[:, :2], x[:3, :3], x[:, :6:2], x[:, :3].T, x.view(torch.int32)[:, :3]):
-        assert not seen.again(other)
+        assert not seen.is_unchanged(other)
 
 
 @pytest.mark.parametrize("grad", [False, True])

@@ -263,7 +263,7 @@ def _record_deferral(
         reason = "the memory was prepared without gradients, appended to, or reordered"
     elif not shared.matches(query, memory._common()):
         reason = "the query's dtype is not the keys', or the memory's tensors were replaced"
-    elif not dispatch.is_fused(normalisation, shared.backend):
+    elif not dispatch.supports_normalisation(normalisation, shared.backend):
         reason = f"{shared.backend} does not compute {normalisation}"
     elif not steady:
         reason = "the span has a stride, or there is one for each head"
@@ -287,7 +287,7 @@ def _attend_once(
 ) -> AttentionOutput:
     """Attend with one query through the memory's steps, within a span if one is given."""
     shared: Any = memory.shared_keys
-    defers = shared.defers() and dispatch.is_fused(normalisation, shared.backend)
+    defers = shared.defers() and dispatch.supports_normalisation(normalisation, shared.backend)
     weights_too, lowered = defers or bool(need_weights), None
     exponentials = shared.key_exponentials()
     call = memory._call(

@@ -36,10 +36,10 @@ class _CachedResult:
     """A cached result and its inputs; ``missed``: the number of results not reused before it."""
 
     def __init__(
-        self, result: Any, of: tuple[Any, ...], source: Any, way: tuple[Any, ...], missed: int,
+        self, result: Any, of: tuple[Any, ...], source: Any, modes: tuple[Any, ...], missed: int,
         made_here: list[Tensor],
     ):  # fmt: skip
-        self.result, self.way, self.missed = result, way, missed
+        self.result, self.modes, self.missed = result, modes, missed
         bases = [_base(x) for x in (*of, source) if isinstance(x, Tensor)]
         self.base = _base(result) if isinstance(result, Tensor) else None
         if any(self.base is x for x in bases):
@@ -51,13 +51,13 @@ class _CachedResult:
         )  # fmt: skip
         self.source = TensorSnapshot(source) if isinstance(source, Tensor) else source
 
-    def holds(self, of: tuple[Any, ...], source: Any, way: tuple[Any, ...]) -> bool:
+    def matches(self, of: tuple[Any, ...], source: Any, modes: tuple[Any, ...]) -> bool:
         return (
-            self.way == way
+            self.modes == modes
             and len(of) == len(self.of)
-            and (source is None if self.source is None else self.source.again(source))
+            and (source is None if self.source is None else self.source.is_unchanged(source))
             and all(
-                seen.again(x)
+                seen.is_unchanged(x)
                 if isinstance(seen, TensorSnapshot)
                 else not isinstance(x, Tensor) and x == seen
                 for x, seen in zip(of, self.of)
@@ -65,7 +65,7 @@ class _CachedResult:
         )
 
 
-class _Passed:
+class _UsedOnce:
     """A source that was used once and not cached; it may still be used again."""
 
     result = base = None
@@ -74,7 +74,7 @@ class _Passed:
         self.missed = missed
         self.of = [weakref.ref(_base(x)) for x in (*of, source) if isinstance(x, Tensor)]
 
-    def holds(self, of: tuple[Any, ...], source: Any, way: tuple[Any, ...]) -> bool:
+    def matches(self, of: tuple[Any, ...], source: Any, modes: tuple[Any, ...]) -> bool:
         now = [_base(x) for x in (*of, source) if isinstance(x, Tensor)]
         return len(now) == len(self.of) and all(x is y() for x, y in zip(now, self.of))
 
@@ -97,7 +97,7 @@ class TensorSnapshot:
         elif x.device.type == "cpu" and (x.is_inference() or (exact and not _tells_of_changes(x))):
             self.copy = x.detach().clone()
 
-    def again(self, x: Any) -> bool:
+    def is_unchanged(self, x: Any) -> bool:
         if not isinstance(x, Tensor) or _state(x) != self.state:
             return False
         if x is self.itself():
@@ -165,7 +165,7 @@ def _part(x: Tensor) -> tuple[Any, ...]:
     return x.device, x.shape, x.stride(), x.dtype
 
 
-def _way(x: Tensor) -> tuple[Any, ...] | None:
+def _modes(x: Tensor) -> tuple[Any, ...] | None:
     """Return the grad mode and autocast dtype, or None if nothing may be cached."""
     if torch.compiler.is_compiling() or has_saved_tensor_hooks():
         return None  # with checkpointing each call saves its own tensors
@@ -209,14 +209,14 @@ def cached_per_source(
         True
     """
     tensors = [x for x in (*of, source) if isinstance(x, Tensor)]
-    way = _way(tensors[0])
+    modes = _modes(tensors[0])
     cached = module.__dict__.setdefault(PLACE, {})
-    if way is None:
+    if modes is None:
         cached.pop(name, None)
         return make()
     found, missed = cached.get(name), 0
     if found is not None:
-        if found.holds(of, source, way):
+        if found.matches(of, source, modes):
             found.missed = 0
             if found.result is not None:
                 return found.result
@@ -226,11 +226,11 @@ def cached_per_source(
         cached.pop(name, None)
         return (once or make)()
     if missed > PATIENCE:
-        cached[name] = _Passed(of, source, missed)
+        cached[name] = _UsedOnce(of, source, missed)
         return (once or make)()
     result = make()
     made_here = [x.base for key, x in list(cached.items()) if key != name and x.base is not None]
-    entry = cached[name] = _CachedResult(result, of, source, way, missed, made_here)
+    entry = cached[name] = _CachedResult(result, of, source, modes, missed, made_here)
     node: Any = (
         result.shared_keys and result.shared_keys.token if isinstance(result, Memory) else result
     )

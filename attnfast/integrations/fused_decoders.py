@@ -65,7 +65,7 @@ def fusion_skip_reason(
     *parts: Any,
     feed: Sequence[Any] = (),
     drops: bool = False,
-    remembers: bool = False,
+    has_history: bool = False,
 ) -> str | None:
     """Return why no operator can replace a decoder's loop over ``steps`` steps, or None.
 
@@ -78,12 +78,12 @@ def fusion_skip_reason(
             inactive unless the operator applies them.
         feed: the vector fed to the first step, ``[1, B, F]``, if any.
         drops: whether the operator must apply dropout.
-        remembers: whether the attention has a history.
+        has_history: whether the attention has a history.
     """
     like, inputs = layer.weight_ih, [source, *states, *feed]
     layers = 1 if layer.weight_ih_upper is None else 1 + len(layer.weight_ih_upper)
     if steps <= 1:
-        return "its own code runs single steps"
+        return LOOP
     if like is None or not all(isinstance(x, Tensor) and x.dim() == 3 for x in inputs):
         return "its source, states or fed vectors are no tensors of three axes"
     if not all(x.shape[:2] == (layers, len(source)) for x in states):
@@ -100,7 +100,7 @@ def fusion_skip_reason(
     if any(x.dtype != like.dtype or x.device != like.device for x in inputs):
         return "its parameters and inputs differ in dtype or device"
     if (
-        remembers
+        has_history
         and try_select_backend(None, like.device, like.dtype, RECURRENT.name, True) is None
     ):
         return "no backend runs a whole target of attention with a history"
@@ -131,8 +131,8 @@ class StepDropout(NamedTuple):
     """A dropout in a loop over steps; with ``zoneout`` a zoneout, which keeps old elements.
 
     ``p`` and ``training`` are those of ``nn.Dropout``. ``size``: the number of features, None for
-    that of the states. ``times``: the masks of a step, such as one per layer; None for a single
-    one, without an axis for them.
+    that of the states. ``times``: the number of masks that a step draws, such as one per layer;
+    None for one, whose result has no axis for them.
     """
 
     p: float
@@ -148,15 +148,15 @@ class StepDropout(NamedTuple):
 
     @property
     def is_active(self) -> bool:
-        """Return whether it has masks; a zoneout draws numbers even if p is 0."""
+        """Return whether it has masks; a zoneout has them in evaluation too, and if p is 0."""
         return self.zoneout or (self.training and self.p > 0)
 
 
 def draw_masks(steps: int, like: Tensor, dropouts: Sequence[StepDropout]) -> list[Tensor | None]:
     """Draw the masks of dropouts on states like ``like [B, F]``, in the order of a loop.
 
-    The random numbers are those of a loop over the steps. Masks of a zoneout multiply new states:
-    Bernoulli with probability 1 − p in training, the constant 1 − p in evaluation.
+    On a CPU the random numbers are those of a loop over the steps. Masks of a zoneout multiply new
+    states: Bernoulli with probability 1 − p in training, the constant 1 − p in evaluation.
 
     Returns:
         ``[B, T, F]`` or ``[times, B, T, F]`` for each dropout, None if it is inactive.

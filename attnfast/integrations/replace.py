@@ -17,7 +17,7 @@ from attnfast.ops.recurrent import RECURRENT
 
 __all__ = ["Report", "replace"]
 
-NOTHING = "no attention that is known"
+NOTHING = "no attention of a supported project"
 
 
 @dataclass
@@ -126,8 +126,8 @@ def replace(model: nn.Module, *, strict: bool = False) -> Report:
     if strict and refused:
         raise RuntimeError("; ".join(map(str, refused)))
     if strict and not any(x.adapter for x in report.found):
-        looks = "".join(f"; {x}" for x in report.found)
-        raise RuntimeError(f"{type(model).__name__} has {NOTHING}{looks}")
+        similar = "".join(f"; {x}" for x in report.found)
+        raise RuntimeError(f"{type(model).__name__} has {NOTHING}{similar}")
     for found in report.replaced:
         assert found.adapter is not None
         patch(found.module, found.adapter)

@@ -20,7 +20,12 @@ from attnfast._utils.dispatch_log import record
 from attnfast.models._checks import BOS, EOS
 from attnfast.models.decoders import BahdanauDecoder, LuongDecoder
 from attnfast.models.seq2seq import EncodedSource, Seq2Seq, output_limit
-from attnfast.nn._fused_rnn import RecurrentState, select_layer_backend, terms_of, upcast_halves
+from attnfast.nn._fused_rnn import (
+    RecurrentState,
+    attention_arguments,
+    select_layer_backend,
+    upcast_halves,
+)
 from attnfast.nn._linear import is_plain
 from attnfast.nn.stateful import HistoryAttention
 from attnfast.ops import dispatch
@@ -156,7 +161,7 @@ def _in_one_call(
 ) -> list[list[int]] | None:
     """Run :func:`greedy_search` as one operator; return None if no operator supports the model."""
     backend, reason = _select_search_backend(model, source, state)
-    record("greedy search", backend or "step by step", reason)
+    record("greedy search", f"one operator on {backend}" if backend else "step by step", reason)
     if backend is None:
         return None
     decoder, words, memory = model.decoder, model.embedding, source.memory
@@ -164,7 +169,7 @@ def _in_one_call(
     attention, like = decoder.attention, words.weight
     most = int(limits.max()) if len(limits) else 0
     steps = like.new_empty(len(limits), most, 0)
-    terms, _ = terms_of(attention, memory, backend, state.history, steps)
+    terms, _ = attention_arguments(attention, memory, backend, state.history, steps)
     call = GreedySearchInputs(
         words.weight, words.weight, limits.flatten().long(), state.hidden,
         layer.weight_ih, layer.weight_hh, state.cell, state.feed,  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ from attnfast._utils.dispatch_log import is_recording, record
 from attnfast._utils.torch_private import has_dispatch_mode, has_tangents, is_autocast_on
 from attnfast.decoding import Memory
 from attnfast.functional import coverage_call
-from attnfast.nn._linear import is_plain
+from attnfast.nn._linear import is_a, is_plain
 from attnfast.nn.attention import BahdanauAttention, LuongAttention
 from attnfast.nn.local import LocalAttention, SpanState
 from attnfast.nn.stateful import (
@@ -181,16 +181,20 @@ def select_layer_backend(
     history: Any = None, operator: str = RECURRENT.name, stack: bool = False,
 ) -> tuple[str | None, str]:  # fmt: skip
     """Return the backend whose operator runs a whole layer; without one, None and the reason."""
-    if is_autocast_on() or has_tangents():
-        return None, "autocast or forward-mode differentiation is on"
+    if is_autocast_on():
+        return None, "autocast is on"
+    if has_tangents():
+        return None, "forward-mode differentiation is on"
     if not is_tracing() and has_dispatch_mode():
         return None, "a dispatch mode is active, such as make_fx's or vmap's"
-    remembers = isinstance(attention, HistoryAttention)
+    has_history = isinstance(attention, HistoryAttention)
     if attention is not None:
         if not is_plain(attention, *FUSED_ATTENTIONS):
-            return None, f"no operator has {type(attention).__name__}, or it has hooks"
+            if not is_a(attention, *FUSED_ATTENTIONS):
+                return None, f"no operator supports {type(attention).__name__}"
+            return None, f"{type(attention).__name__} has hooks or a forward of its own"
         if memory is None or not isinstance(
-            history, (CumulativeState if remembers else SpanState, type(None))
+            history, (CumulativeState if has_history else SpanState, type(None))
         ):
             return None, "the attention's memory or history is another module's"
         is_local = isinstance(attention, LocalAttention)
@@ -203,15 +207,15 @@ def select_layer_backend(
         wanted = memory.backend
     half = like.dtype in HALF and like.device.type == "cpu"
     dtype = torch.float32 if half else like.dtype
-    backend = try_select_backend(wanted, like.device, dtype, operator, remembers, stack)
-    normalisation = "softmax" if attention is None or remembers else attention.normalisation
-    if backend is not None and not dispatch.is_fused(normalisation, backend):
+    backend = try_select_backend(wanted, like.device, dtype, operator, has_history, stack)
+    normalisation = "softmax" if attention is None or has_history else attention.normalisation
+    if backend is not None and not dispatch.supports_normalisation(normalisation, backend):
         return None, f"not {backend}: its kernels support only softmax"
     if backend is not None:
         return backend, ""
     if not is_recording():
         return None, "no backend has the operator"
-    asked = like.device, dtype, operator, False, 0, remembers, stack
+    asked = like.device, dtype, operator, False, 0, has_history, stack
     if wanted is None:
         return None, "; ".join(reasons_against(None, *asked))
     return None, f"{wanted}, as requested: {unsupported_reason(wanted, *asked) or 'plain PyTorch'}"
@@ -295,7 +299,8 @@ def run_layer(
         )
         if single and backend is not None and not BACKENDS[backend].packs:
             backend, reason = None, f"{backend} keeps no packed parameters for single steps"
-    record("recurrent layer", backend or "step by step", reason)
+    ran = f"one operator on {backend}" if backend else "step by step"
+    record("recurrent layer", ran, reason)
     if backend is None and input.shape[1] == 0:
         return _run_no_step(layer, input, state, attention, memory, need_weights)
     if backend is None:
@@ -308,7 +313,7 @@ def run_layer(
     history = packed = None
     if attention is not None:
         assert memory is not None
-        terms, history = terms_of(
+        terms, history = attention_arguments(
             inner, memory, backend, state.history, input, target_mask=target_mask
         )
         terms["feed"] = None if layer.attends_first else state.feed
@@ -348,7 +353,7 @@ def run_layer(
     )
 
 
-def terms_of(
+def attention_arguments(
     attention: Any,
     memory: Memory,
     backend: str,
@@ -364,14 +369,18 @@ def terms_of(
     terms: dict[str, Any] = {}
     if isinstance(attention, HistoryAttention):
         history = attention.start(memory) if history is None else history
-        terms = _remembered(attention, history, memory, input, target_mask)
+        terms = _history_arguments(attention, history, memory, input, target_mask)
     elif isinstance(attention, LocalAttention):
         history = history or SpanState()
         terms["key_bounds"] = _within(attention, history, memory, input)
-    return _terms(attention, memory, backend, terms.get("filters") is None) | terms, history
+    return _common_arguments(
+        attention, memory, backend, terms.get("filters") is None
+    ) | terms, history
 
 
-def _terms(attention: Any, memory: Memory, backend: str, with_exponentials: bool) -> dict[str, Any]:
+def _common_arguments(
+    attention: Any, memory: Memory, backend: str, with_exponentials: bool
+) -> dict[str, Any]:
     """Return the arguments common to all kinds of attention, if wanted with key exponentials."""
     exponentials, of_memory = None, None if is_tracing() else memory.shared_keys
     if of_memory is not None:
@@ -390,7 +399,7 @@ def _terms(attention: Any, memory: Memory, backend: str, with_exponentials: bool
     }  # fmt: skip
 
 
-def _remembered(
+def _history_arguments(
     attention: HistoryAttention,
     history: CumulativeState,
     memory: Memory,

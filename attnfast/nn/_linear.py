@@ -19,9 +19,14 @@ from attnfast.ops.operators import is_tracing
 LEAST_ROWS, LEAST_WORK = 64, 1 << 22
 
 
+def is_a(module: Any, *kinds: type) -> bool:
+    """Return whether a module is of one of the classes, and not of a subclass."""
+    return type(module) in kinds or class_of(module) in kinds
+
+
 def is_plain(module: Any, *kinds: type) -> bool:
     """Return whether using a module's parameters is equivalent to calling it."""
-    if type(module) not in kinds and class_of(module) not in kinds:
+    if not is_a(module, *kinds):
         return False
     if "forward" in vars(module):
         return False

@@ -31,9 +31,9 @@ from attnfast.ops.arguments import check_inputs, check_terms
 from attnfast.ops.operators import (
     Operator,
     accumulation_dtype,
-    call,
     empty_rows,
     implement,
+    invoke,
 )
 
 #: How scores become weights.
@@ -322,4 +322,4 @@ def backward_into(
     """Run the backward that adds the gradients of keys and parameters to sums."""
     fields = arguments._asdict()
     given = {**{x: fields[x] for x in (*_first, *_last)}, **dict(zip(SUMS, sums))}
-    return CoverageGradients._make(call(_into[backend], CoverageBackwardInto(**given)))
+    return CoverageGradients._make(invoke(_into[backend], CoverageBackwardInto(**given)))

@@ -50,8 +50,8 @@ def run(operator: ForwardOperator, call: Any, backend: str) -> Any:
         raise
 
 
-def is_fused(normalisation: str, backend: str) -> bool:
-    """Return whether one operator of the backend supports the normalisation."""
+def supports_normalisation(normalisation: str, backend: str) -> bool:
+    """Return whether the backend normalises scores in its kernels, without PyTorch's operators."""
     return normalisation == "softmax" or backend in ("cpu", "reference")
 
 
@@ -76,7 +76,7 @@ def run_attention(call: AttentionInputs, backend: str) -> AttentionOutput:
     is_softmax = call.normalisation == "softmax"
     if not is_softmax:
         check_choice("normalisation", call.normalisation, NORMALISATIONS)
-    fused = is_softmax or is_fused(call.normalisation, backend)
+    fused = is_softmax or supports_normalisation(call.normalisation, backend)
     found = run(ATTENTION, call, backend) if fused else _compose(call, backend)
     context, weights, log_sum_exp, statistics = found
     weights = as_returned(weights, call.query.dtype, call.need_weights)

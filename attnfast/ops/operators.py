@@ -67,7 +67,7 @@ def may_need_gradient(arguments: Any) -> bool:
     return is_transformed() or needs_gradient(arguments)
 
 
-def call(overload: Any, arguments: Any) -> Any:
+def invoke(overload: Any, arguments: Any) -> Any:
     """Call an operator; below autograd, which is faster, if no gradient is needed."""
     if torch.compiler.is_compiling() or (torch.is_grad_enabled() and may_need_gradient(arguments)):
         return results_of(overload(*arguments))
@@ -164,7 +164,7 @@ class ForwardOperator:
 
     def __call__(self, backend: str, arguments: Any) -> Any:
         """Run a backend; gradients use the derivative that is registered with PyTorch."""
-        return unchecked(self.Result, call(self.forwards[backend], arguments))
+        return unchecked(self.Result, invoke(self.forwards[backend], arguments))
 
     def differentiable(self, backend: str, arguments: Any) -> Any:
         """Return the result of the forward itself, which has no gradient."""
@@ -177,9 +177,12 @@ class Operator(ForwardOperator):
     Args:
         name: in the namespaces ``attnfast_<backend>``; its backward is ``<name>_backward``.
         Call, Result, check, fake, backends: those of a :class:`ForwardOperator`.
-        Backward, Gradients: those of its backward. A field of ``Backward`` is ``grad_`` and a
-            result; or an argument or a result, which are saved; or ``need_grad_…``; or optional.
-            A field of ``Gradients`` is ``grad_`` and an argument, or ``grad_score``.
+        Backward: the arguments of its backward. Each field is the gradient of a result
+            (``grad_states``); an argument or a result, which is then saved (``input``,
+            ``states``); ``need_grad_input`` and the like; or an optional argument that only steps
+            over a memory pass, otherwise None.
+        Gradients: the results of its backward. Each field is the gradient of an argument
+            (``grad_input``), or ``grad_score``, of which the gradient of a bias is a sum.
         needs: for each ``need_grad_…`` the arguments whose gradients it stands for.
         constant: results that have no gradient.
         check_backward, fake_backward: ``check`` and ``fake`` of the backward.
@@ -223,7 +226,7 @@ class Operator(ForwardOperator):
 
     def backward(self, backend: str, arguments: Any) -> Any:
         """Run the backward on a backend."""
-        return unchecked(self.Gradients, call(self.backwards[backend], arguments))
+        return unchecked(self.Gradients, invoke(self.backwards[backend], arguments))
 
     # ---- the derivative --------------------------------------------------------------------------
 
@@ -322,7 +325,7 @@ class Operator(ForwardOperator):
             @staticmethod
             def forward(ctx: Any, *inputs):
                 *arguments, ctx.backend = inputs
-                output = call(own.forwards[ctx.backend], arguments)
+                output = invoke(own.forwards[ctx.backend], arguments)
                 own.setup_context(ctx, arguments, output)
                 return output
 

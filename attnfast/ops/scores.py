@@ -18,8 +18,8 @@ from attnfast.ops.attention import ATTENTION, AttentionBackward, AttentionInputs
 from attnfast.ops.operators import (
     ForwardOperator,
     accumulation_dtype,
-    call,
     implement,
+    invoke,
     unchecked,
 )
 
@@ -91,7 +91,7 @@ class _ScoreOperator(ForwardOperator):
             def forward(ctx: Any, *inputs):
                 *arguments, ctx.backend = inputs
                 _save(ctx, arguments, None)
-                return call(own.forwards[ctx.backend], arguments)[0]
+                return invoke(own.forwards[ctx.backend], arguments)[0]
 
             @staticmethod
             def backward(ctx: Any, grad):

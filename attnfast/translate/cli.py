@@ -1,5 +1,8 @@
 """The command line: ``attnfast train``, ``translate``, ``score``, ``inspect``, ``demo``, ``info``.
 
+An option of ``train`` is a field ``setting(…)``: of ``models.Config`` if it is a model's, of
+``translate.trainer.Options`` if it is training's. Options for files are in ``_parser``.
+
 Bad input ends in one sentence on the standard error and exit status 2; Ctrl-C and SIGTERM in one
 sentence and 128 more than the signal's number: 130 and 143.
 """

@@ -236,11 +236,11 @@ void forward_span(const Forward& a, const Plan& plan, int64_t index, void* buffe
     const int64_t n = band.to - band.from, stride = band_row<C>(n);
     compute_band(band, seen, scores, matrix, stride);
     multiply_by((C)a.scale, band.rows * stride, matrix);
-    Own own[kMostRows];
+    VisiblePart own[kMostRows];
     C top[kMostRows], mass[kMostRows];
     const auto numbers = [&](int64_t r) { return Within<C>{matrix + r * stride, own[r].from, own[r].to}; };
     for (int64_t r = 0; r < band.rows; ++r) {
-      own[r] = own_of(seen(band.row + r), band);
+      own[r] = visible_part_of(seen(band.row + r), band);
       finish_scores<T>(a, item, item.row + band.row + r, own[r].column, own[r].end(),
                        matrix + r * stride + own[r].from);
     }
@@ -332,7 +332,7 @@ void grad_score_span(const Backward& a, const Plan& plan, int64_t index, void* b
     const int64_t stride = band_row<C>(band.to - band.from);
     compute_band(band, seen, products, matrix, stride);
     for (int64_t r = 0; r < band.rows; ++r) {
-      const Own own = own_of(seen(band.row + r), band);
+      const VisiblePart own = visible_part_of(seen(band.row + r), band);
       const int64_t row = item.row + band.row + r;
       C* out = at<C>(a.grad_score, item, row);
       normalisation_backward(a, item, row, own.column, own.end(), (C)plan.grad_score_scale,

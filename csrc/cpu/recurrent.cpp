@@ -188,11 +188,13 @@ RecurrentGradients recurrent_backward(const RecurrentBackwardArguments& given) {
   const std::optional<HistorySums> sums =
       given.coverage ? std::optional<HistorySums>(std::in_place, given, fit, a, grads, keep) : std::nullopt;
   const bool feeds_back = given.weight_output.has_value();
-  const Room rooms[] = {
-      {&a.grad_gates, sums_of(a.cell) * a.H, a.layers}, {&a.grad_fed, feeds_back ? a.F : 0},
-      {&a.attention.grad_query, a.attends ? a.A : 0},   {&a.attention.grad_context, a.attends ? a.Dv : 0},
-      {&a.attention.grad_score, a.attends ? a.Tk : 0},  {&a.coverages, given.coverage ? a.Tk : 0},
-      {&a.grad_context_gates, given.weight_gate ? a.Dv : 0}};
+  const Room rooms[] = {{&a.grad_gates, sums_of(a.cell) * a.H, a.layers},
+                        {&a.grad_fed, feeds_back ? a.F : 0},
+                        {&a.attention.grad_query, a.attends ? a.A : 0},
+                        {&a.attention.grad_context, a.attends ? a.Dv : 0},
+                        {&a.attention.grad_score, a.attends ? a.Tk : 0},
+                        {&a.coverages, given.coverage ? a.Tk : 0},
+                        {&a.grad_context_gates, given.weight_gate ? a.Dv : 0}};
   const Scratchpad pad = run_team(a, plan, threads, kernels().backward, rooms);
   if (sums) sums->finish(given, fit, a, grads);
   if (a.attends && given.need_grad_key && !fit.K)

@@ -223,8 +223,8 @@ class BackwardPass {
   // Replace the gradients of gated contexts by those of the contexts, and of the gates' sums.
   void gate_back(int64_t t) {
     member.share(a.B, [&](int64_t b) {
-      C *const grad = row<C>(a.attention.grad_context, b, t),
-               *const grad_gate = row<C>(a.grad_context_gates, b, t);
+      C *const grad = row<C>(a.attention.grad_context, b, t), *const grad_gate =
+                                                                  row<C>(a.grad_context_gates, b, t);
       const C *const gate = row<C>(a.context_gates, b, t), *const gated = row<C>(a.contexts, b, t);
       for (int64_t c = 0; c < a.Dv; c += Vector<C>::width) {
         const int64_t n = a.Dv - c;

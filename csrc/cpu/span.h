@@ -30,8 +30,8 @@ struct Band {
   int64_t row, rows, from, to;
 };
 
-// Return the band of rows from `row` on, before `end`, whose keys in [first, last) are so nearly
-// the same that the number of all pairs is at most 1 + waste / 8 times that of the visible ones.
+// Return a band of rows from `row` on, before `end`, over their keys in [first, last): as many rows
+// as keep rows x keys of the band at most 1 + waste / 8 times the number of visible pairs.
 template <class See>
 Band band_of(int64_t row, int64_t end, int64_t first, int64_t last, int waste, const See& see) {
   Band band = {row, 0, last, first};
@@ -78,12 +78,12 @@ int64_t band_scratch(const Problem& a) {
 
 // The location of a row's visible elements: [from, to) in the matrix, [column, end()) in its
 // columns.
-struct Own {
+struct VisiblePart {
   int64_t from, to, column;
   int64_t end() const { return column + to - from; }
 };
 
-Own own_of(const Seen& s, const Band& band) {
+VisiblePart visible_part_of(const Seen& s, const Band& band) {
   if (s.from == s.to) return {0, 0, 0};
   return {s.from - band.from, s.to - band.from, s.from - s.origin};
 }
@@ -112,7 +112,7 @@ template <class C>
 void spread(const Problem& a, const Item& item, const Band& band, Rows<C> p, C* out) {
   const int64_t n = band.to - band.from;
   for (int64_t r = 0; r < band.rows; ++r, out += n) {
-    const Own own = own_of(seen_by(a, item, band.row + r), band);
+    const VisiblePart own = visible_part_of(seen_by(a, item, band.row + r), band);
     const C* columns = p.data + (band.row + r) * p.stride + own.column;
     for (int64_t j = own.from; j < own.to; ++j) out[j] = columns[j - own.from];
     clear_outside(out, n, own.from, own.to);

@@ -91,7 +91,7 @@ def layers_of(self, T, inputs):
     first = inputs.new_zeros(1, len(inputs), cells[0].hidden_size)
     if reason := fusion_skip_reason(
         layers[0], T, inputs, [first], attention, *cells, attention, self.linear_projection, *rest,
-        drops=any(x.is_active for x in dropouts), remembers=True,
+        drops=any(x.is_active for x in dropouts), has_history=True,
     ):  # fmt: skip
         raise UnsupportedCall(reason)
     return layers, dropouts

@@ -416,7 +416,7 @@ class Decoder:
             attention,
             *parts,
             drops=drops,
-            remembers=not plain,
+            has_history=not plain,
         ):
             raise UnsupportedCall(reason)
         attention.reset()

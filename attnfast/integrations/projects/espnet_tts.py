@@ -35,8 +35,9 @@ def draw_decoder_masks(self, steps, like):
         steps, like,
         [
             *(StepDropout(self.prenet.dropout_rate, True, x[0].out_features) for x in prenet),
-            *(StepDropout(getattr(x, "zoneout_rate", 0), x.training, None, 2, hasattr(x, "cell"))
-              for x in self.lstm),
+            *(StepDropout(
+                  getattr(x, "zoneout_rate", 0), x.training, times=2, zoneout=hasattr(x, "cell")
+              ) for x in self.lstm),
         ],
     )  # fmt: skip
     names, of_cells = ("dropout_state", "dropout_cell"), drawn[len(prenet) :]
@@ -83,7 +84,7 @@ class Decoder:
         parts = [cells, attention, self.feat_out, self.prob_out, *([prenet] if prenet else ())]
         zoned = any(hasattr(x, "zoneout_rate") for x in cells)
         if reason := fusion_skip_reason(
-            layers[0], T, hs, [zeros[None]], attention, *parts, drops=zoned, remembers=True
+            layers[0], T, hs, [zeros[None]], attention, *parts, drops=zoned, has_history=True
         ):
             raise UnsupportedCall(reason)
         attention.reset()

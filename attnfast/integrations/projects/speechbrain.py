@@ -92,7 +92,7 @@ class Decoder:
             raise UnsupportedCall("its layers differ in dropout")
         drops = any(x.training and x.p > 0 for x in dropouts)
         if reason := fusion_skip_reason(
-            layer, T, enc_states, [zeros], attention, *parts, drops=drops, remembers=located
+            layer, T, enc_states, [zeros], attention, *parts, drops=drops, has_history=located
         ):
             raise UnsupportedCall(reason)
         attention.reset()

@@ -46,7 +46,7 @@ def layers_of(self, memory, T, dropouts):
     parts = [*cells, attention, self.linear_projection, self.gate_layer]
     first = memory.new_zeros(1, len(memory), cells[0].hidden_size)
     if reason := fusion_skip_reason(
-        layers[0], T, memory, [first], attention, *parts, drops=drops, remembers=True
+        layers[0], T, memory, [first], attention, *parts, drops=drops, has_history=True
     ):
         raise UnsupportedCall(reason)
     return layers
