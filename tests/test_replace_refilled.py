@@ -106,9 +106,9 @@ def test_a_refilled_source(kind, change, source):
 def test_lengths_that_are_refilled():
     lengths = torch.tensor([2, 3])
     seen = TensorSnapshot(lengths, exact=True)
-    assert seen.again(lengths)
+    assert seen.is_unchanged(lengths)
     lengths.numpy()[1] = 2
-    assert not seen.again(lengths)
+    assert not seen.is_unchanged(lengths)
 
 
 @pytest.mark.parametrize("kind", KINDS)

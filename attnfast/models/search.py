@@ -26,7 +26,7 @@ from attnfast.nn._fused_rnn import (
     select_layer_backend,
     upcast_halves,
 )
-from attnfast.nn._linear import is_plain
+from attnfast.nn._linear import is_plain, not_plain_reason
 from attnfast.nn.stateful import HistoryAttention
 from attnfast.ops import dispatch
 from attnfast.ops.copying import LOWEST
@@ -134,14 +134,14 @@ def _select_search_backend(
 ) -> tuple[str | None, str]:
     """Return the backend whose operator can search with a model, or None and the reason."""
     if not is_plain(model, Seq2Seq):
-        return None, f"no operator searches with {type(model).__name__}, or it has hooks"
+        return None, not_plain_reason(model, Seq2Seq)
     if model.dropout.training and model.dropout.p:
         return None, "dropout is on: call eval() first"
     decoder, words = model.decoder, model.embedding
     if any(callable(x) for part in (model, decoder) for x in vars(part).values()):
         return None, "the model or its decoder has a method of its own"
     if not is_plain(decoder, BahdanauDecoder, LuongDecoder):
-        return None, f"no operator has {type(decoder).__name__}, or it has hooks"
+        return None, not_plain_reason(decoder, BahdanauDecoder, LuongDecoder)
     if model.pointer is not None:
         return None, "the model copies words"
     plain = [(words, nn.Embedding), (decoder.readout, nn.Linear), (model.dropout, nn.Dropout)]

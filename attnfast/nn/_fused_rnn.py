@@ -14,7 +14,7 @@ from attnfast._utils.dispatch_log import is_recording, record
 from attnfast._utils.torch_private import has_dispatch_mode, has_tangents, is_autocast_on
 from attnfast.decoding import Memory
 from attnfast.functional import coverage_call
-from attnfast.nn._linear import is_a, is_plain
+from attnfast.nn._linear import is_plain, not_plain_reason
 from attnfast.nn.attention import BahdanauAttention, LuongAttention
 from attnfast.nn.local import LocalAttention, SpanState
 from attnfast.nn.stateful import (
@@ -190,9 +190,7 @@ def select_layer_backend(
     has_history = isinstance(attention, HistoryAttention)
     if attention is not None:
         if not is_plain(attention, *FUSED_ATTENTIONS):
-            if not is_a(attention, *FUSED_ATTENTIONS):
-                return None, f"no operator supports {type(attention).__name__}"
-            return None, f"{type(attention).__name__} has hooks or a forward of its own"
+            return None, not_plain_reason(attention, *FUSED_ATTENTIONS)
         if memory is None or not isinstance(
             history, (CumulativeState if has_history else SpanState, type(None))
         ):

@@ -24,6 +24,16 @@ def is_a(module: Any, *kinds: type) -> bool:
     return type(module) in kinds or class_of(module) in kinds
 
 
+def not_plain_reason(module: Any, *kinds: type) -> str:
+    """Return why a module that is not plain is not."""
+    name = type(module).__name__
+    return (
+        f"{name} has hooks or a forward of its own"
+        if is_a(module, *kinds)
+        else (f"no operator supports {name}")
+    )
+
+
 def is_plain(module: Any, *kinds: type) -> bool:
     """Return whether using a module's parameters is equivalent to calling it."""
     if not is_a(module, *kinds):

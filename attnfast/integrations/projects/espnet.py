@@ -194,7 +194,7 @@ class Total:
 
     def __call__(self, terms):
         grown = len(terms) >= len(self.seen)
-        if not grown or not all(seen.again(x) for seen, x in zip(self.seen, terms)):
+        if not grown or not all(seen.is_unchanged(x) for seen, x in zip(self.seen, terms)):
             self.seen, self.sum = [], 0
         for x in terms[len(self.seen) :]:
             self.sum = self.sum + x
