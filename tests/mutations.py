@@ -1085,6 +1085,8 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         "Triton._unsupported_reason": [("if request.filters > self.most_filters:", "if False:")],
     },
     ("attnfast/nn/_fused_rnn.py", "tests/test_nn_recurrent.py -k 'not compile and not table'"): {
+        "run_layer": [("None if gate.bias is None", "None if True")],
+        "_run_no_step": [("isinstance(attention, GatedAttention) else attention", "False else attention")],
         "_history_arguments": [
             ("mask = seen if mask is None else seen & mask", "pass"),
             ('state.get("previous"), None,', 'state["coverage"], None,'),
@@ -1181,6 +1183,13 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
             ('"detach_history": True', '"detach_history": False'),
             ("inp_tensor = inp_tensor * of_input", "pass"),
         ],
+    },
+    ("attnfast/integrations/projects/sgrvinod.py", "tests/integrations/test_sgrvinod.py"): {
+        "Decoder.forward": [
+            ("gate=self.f_beta, ", ""),
+            ("scores.masked_fill(padding, 0)", "scores"),
+        ],
+        "drop_states": [("n > t for n in words", "n >= t for n in words")],
     },
     ("attnfast/integrations/projects/espnet_tts.py", "tests/integrations/test_espnet_tts.py"): {
         "run_first_layer": [

@@ -27,11 +27,9 @@ def is_a(module: Any, *kinds: type) -> bool:
 def not_plain_reason(module: Any, *kinds: type) -> str:
     """Return why a module that is not plain is not."""
     name = type(module).__name__
-    return (
-        f"{name} has hooks or a forward of its own"
-        if is_a(module, *kinds)
-        else (f"no operator supports {name}")
-    )
+    if is_a(module, *kinds):
+        return f"{name} has hooks or a forward of its own"
+    return f"no operator supports {name}"
 
 
 def is_plain(module: Any, *kinds: type) -> bool:
