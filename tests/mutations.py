@@ -1086,7 +1086,9 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
     },
     ("attnfast/nn/_fused_rnn.py", "tests/test_nn_recurrent.py -k 'not compile and not table'"): {
         "run_layer": [("None if gate.bias is None", "None if True")],
-        "_run_no_step": [("isinstance(attention, GatedAttention) else attention", "False else attention")],
+        "_run_no_step": [
+            ("if isinstance(attention, GatedAttention) else", "if False else"),
+        ],
         "_history_arguments": [
             ("mask = seen if mask is None else seen & mask", "pass"),
             ('state.get("previous"), None,', 'state["coverage"], None,'),
