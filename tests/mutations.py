@@ -1201,7 +1201,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
     ("attnfast/integrations/projects/coqui.py", "tests/integrations/test_coqui.py"): {
         "attended": [("torch.cat([v.weight[0], v.bias])", "torch.cat([v.weight[0], 0 * v.bias])")],
         "Decoder.forward": [
-            ("dropout_cell=of_first[1]", "dropout_cell=of_first[0]"),
+            ("dropout_cell=of_cell", "dropout_cell=of_state"),
             ("self.query, self.attention_rnn_cell_state", "_, self.attention_rnn_cell_state"),
         ],
     },
