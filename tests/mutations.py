@@ -1095,7 +1095,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
             ("masked_fill(~length_mask(target_lengths, input.shape[1]).unsqueeze(-1), 0)",
              "clone()"),
         ],
-        "_terms": [("of_memory.check_unchanged()", "pass")],
+        "_terms": [("shared_keys.check_unchanged()", "pass")],
         "_reversed": [
             ("return x.flip(1)", "return x"),
             ("lengths[:, None] - 1 - steps, steps)", "lengths[:, None] - 1 - steps, 0)"),

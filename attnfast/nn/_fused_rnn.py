@@ -139,7 +139,7 @@ class Layer(NamedTuple):
         return self._replace(**own, weight_ih=weight, weight_ih_upper=None)
 
     def feed_size(self, features: int) -> int:
-        """Return the number of features that it reads in addition to its inputs."""
+        """Return the number of features that the layer reads in addition to its inputs."""
         size = self.rnn.input_size if self.weight_ih is None else self.weight_ih.shape[1]
         return size - features
 
@@ -353,12 +353,12 @@ def terms_of(
 
 
 def _terms(attention: Any, memory: Memory, backend: str, with_exponentials: bool) -> dict[str, Any]:
-    """Return the arguments common to all kinds of attention, if wanted with key exponentials."""
-    exponentials, of_memory = None, None if is_tracing() else memory.shared_keys
-    if of_memory is not None:
-        of_memory.check_unchanged()
-        if with_exponentials and of_memory.backend == backend:
-            exponentials = of_memory.key_exponentials()
+    """Return the arguments common to all kinds of attention, on request with key exponentials."""
+    exponentials, shared_keys = None, None if is_tracing() else memory.shared_keys
+    if shared_keys is not None:
+        shared_keys.check_unchanged()
+        if with_exponentials and shared_keys.backend == backend:
+            exponentials = shared_keys.key_exponentials()
     scale = attention.scale if attention.scale is not None else memory.key.shape[-1] ** -0.5
     (scale,) = apply_temperature(attention.temperature, scale)
     query = attention.query_proj
@@ -602,7 +602,7 @@ def run_rnn(
     if not is_plain(rnn, nn.GRU, nn.LSTM) or rnn.proj_size or not rnn.batch_first:
         reason = "it is no plain nn.GRU or nn.LSTM, batch first and without projections"
     elif (lstm and lengths is None) or input.is_cuda:
-        reason = "oneDNN is as quick for an nn.LSTM without lengths, and cuDNN quicker"
+        reason = "oneDNN is as fast for an nn.LSTM without lengths, and cuDNN faster"
     elif input.dim() != 3:
         reason = "its input is not [B, T, E]"
     else:

@@ -36,7 +36,7 @@ PACKAGE = Path(__file__).parents[1]
 def not_installed() -> str | None:
     """Return why neither compiled libraries nor Triton kernels can be found, or None.
 
-    The sources' folder comes before the installed package where Python was started in it.
+    If Python is started in the folder of the sources, it imports them, not the installed package.
     """
     if importlib.util.find_spec("attnfast.kernels") is not None:
         return None
@@ -94,9 +94,9 @@ def architectures() -> list[tuple[int, int]]:
 
 
 def not_built_for(own: tuple[int, int], built: list[tuple[int, int]]) -> str | None:
-    """Return why a library of these :func:`architectures` runs on no such GPU, or None.
+    """Return why a library ``built`` for these capabilities cannot run on a GPU's ``own``, or None.
 
-    Machine code runs on later minor versions of its major one, PTX on everything later.
+    Machine code runs on later minor versions of the same major one, PTX on all later versions.
     """
     alike = [x for x in built if x[0] == own[0] and not {x, own} & ALONE]
     if own in built or own >= built[-1] or any(own >= x for x in alike):
@@ -176,7 +176,7 @@ class Triton(Backend):
             if request.dtype == torch.bfloat16:
                 return "Triton's interpreter computes bfloat16 wrongly"
             on_cpu = request.device.type == "cpu"
-            return None if on_cpu else "TRITON_INTERPRET=1 asks for CPU tensors"
+            return None if on_cpu else "TRITON_INTERPRET=1 needs CPU tensors"
         if request.device.type != "cuda":
             return f"it runs on CUDA tensors, not on {request.device.type}"
         if torch.version.hip is None:
@@ -238,7 +238,7 @@ class Cpu(Backend):
             is_quicker = _library("_C_cpu").attnfast_linear_is_quicker
             is_quicker.restype = ctypes.c_bool
             if not is_quicker():
-                return "PyTorch's own product is as quick on this processor"
+                return "PyTorch's own product is as fast on this processor"
         return None
 
     def rank(self, request: DispatchKey) -> float:

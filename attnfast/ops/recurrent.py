@@ -7,7 +7,8 @@
     input feeding   the same with f_t = tanh(W_o [c_t; h_t] + b_o)
 
 with the query ``W_q h + b_q``, or h itself. The cells and the names and shapes of their parameters
-are PyTorch's. Layers above the first read the states of the one below, and h is the last one's::
+are PyTorch's. Layers above the first read the states of the layer below, and h is the state of the
+last layer::
 
     h¹_t = cell([x_t; ·], h¹_{t−1});  hˡ_t = cell(hˡ⁻¹_t, hˡ_{t−1})
 """
@@ -77,7 +78,7 @@ class RecurrentInputs(NamedTuple):
     ``weight_hh``, ``bias_ih``, ``bias_hh``, ``dropout``, ``dropout_state``, ``dropout_cell`` and
     the results ``states``, ``cells`` and ``gates`` are stacked, ``[L, ..]``. ``dropout_between [L −
     1, B, T, H]`` is of the inputs of the layers above the first. ``key_exponentials`` is that of
-    :class:`AttentionInputs`; ``packed`` is what ``pack`` of the same backend returned for the
+    :class:`AttentionInputs`; ``packed`` is the result of the same backend's ``pack`` for the
     parameters.
     """
 
@@ -360,9 +361,9 @@ def check(call: RecurrentInputs) -> None:
         if getattr(call, name) is not None and getattr(call, of) is None:
             raise_value_error(name, f"None without {of}", "a tensor")
     if call.feed is not None and call.attends_first:
-        raise_value_error("feed", "None for what attends first", "a tensor")
+        raise_value_error("feed", "None for a layer that attends first", "a tensor")
     if call.weight_output is not None and call.attends_first:
-        raise_value_error("weight_output", "None for what attends first", "a tensor")
+        raise_value_error("weight_output", "None for a layer that attends first", "a tensor")
     A = H if call.weight_query is None else call.weight_query.shape[0]
     Dv, F = 0 if call.value is None else call.value.shape[-1], feed_size(call)
     shapes: dict[str, tuple[int, ...]] = {
@@ -385,7 +386,7 @@ def check(call: RecurrentInputs) -> None:
     if call.packed is not None:
         check_tensor("packed", call.packed)
         if call.packed.dtype != torch.uint8 or call.packed.device != call.input.device:
-            raise_value_error("packed", "what the backend has packed", call.packed.dtype)
+            raise_value_error("packed", "a result of the backend's pack", call.packed.dtype)
     if call.key is not None:
         query = call.input.new_empty(B, T, A)
         plain = attention_of(call, query, slice(None))
