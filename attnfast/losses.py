@@ -286,7 +286,7 @@ def pointer_loss(log_probs: Tensor, pointers: Tensor) -> Tensor:
     r"""Return the negative log-likelihood per pointer, in nats; ends count as pointers.
 
     .. math:: -\frac{1}{\sum_b T_b} \sum_b \sum_{t \le T_b} \ln P(y_{bt}), \quad
-              T_b \text{ the place of the first end}
+              T_b \text{ the position of the first end, from 1 on}
 
     Args:
         log_probs: ``[B, T, 1 + N]``, of :class:`attnfast.nn.PointerNetwork`.
