@@ -1171,15 +1171,15 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
     },
     ("attnfast/integrations/projects/joeynmt.py", "tests/integrations/test_joeynmt.py"): {
         "Decoder.forward": [
-            ("of_vectors.roll(-rnn.hidden_size, -1)", "of_vectors"),
-            ("words = words * of_input\n", "pass\n"),
+            ("joined_mask.roll(-rnn.hidden_size, -1)", "joined_mask"),
+            ("words = words * input_mask\n", "pass\n"),
         ],
     },
     ("attnfast/integrations/projects/speechbrain.py", "tests/integrations/test_speechbrain.py"): {
         "Decoder.forward": [
             ("key = key + attention.mlp_loc.bias if located else key", "pass"),
             ('"detach_history": True', '"detach_history": False'),
-            ("inp_tensor = inp_tensor * of_input", "pass"),
+            ("inp_tensor = inp_tensor * input_mask", "pass"),
         ],
     },
     ("attnfast/integrations/projects/espnet_tts.py", "tests/integrations/test_espnet_tts.py"): {
@@ -1201,7 +1201,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
     ("attnfast/integrations/projects/coqui.py", "tests/integrations/test_coqui.py"): {
         "attended": [("torch.cat([v.weight[0], v.bias])", "torch.cat([v.weight[0], 0 * v.bias])")],
         "Decoder.forward": [
-            ("dropout_cell=of_cell", "dropout_cell=of_state"),
+            ("dropout_cell=cell_mask", "dropout_cell=state_mask"),
             ("self.query, self.attention_rnn_cell_state", "_, self.attention_rnn_cell_state"),
         ],
     },
@@ -1277,7 +1277,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
     ("attnfast/integrations/helpers.py", "tests/test_replace_fallback.py"): {
         "attend_to_source": [
             ("query.shape[:-2] != key.shape[:-2]", "False"),
-            ("mask is None or _fits(mask, of_weights)", "True"),
+            ("mask is None or _fits(mask, shape)", "True"),
         ],
     },
     ("attnfast/integrations/helpers.py", "tests/test_replace.py"): {
