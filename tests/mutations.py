@@ -399,7 +399,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
             ("self.weight[offset : offset + x.shape[1]]", "self.weight[: x.shape[1]]"),
         ],
         "RelativePositions.forward": [
-            ("(keys - (offset + rows).unsqueeze(-1))", "((first + rows).unsqueeze(-1) - keys)"),
+            ("(keys - (offset + rows).unsqueeze(-1))", "((offset + rows).unsqueeze(-1) - keys)"),
         ],
     },
     ("attnfast/nn/transformer.py", "tests/test_positions.py"): {
@@ -486,7 +486,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
     ("attnfast/losses.py", "tests/test_losses.py"): {
         "alignment_loss": [
             ("return loss + _unseen(aligned, inside, kind)", "return loss"),
-            ("masked_fill(key_indices < 0, 0)", "masked_fill(keys < 1, 0)"),
+            ("masked_fill(key_indices < 0, 0)", "masked_fill(key_indices < 1, 0)"),
         ],
         "_of_keys": [
             ("return loss.masked_fill(~exists, 0)", "return loss"),
@@ -561,7 +561,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
             ("torch.where(words == state.last, state.blank, entering)", "entering"),
             ("again = blank[:, :-1] +", "again = both[:, :-1] +"),
             ("blank = _walked(label, log_p[..., BLANK])",
-             "blank = _walked(both, log_p[..., BLANK])"),
+             "blank = _walked(entering, log_p[..., BLANK])"),
             ("length_mask(encoded.lengths, ", "length_mask(encoded.lengths + 1, "),
             ("both.gather(-1, encoded.lengths.unsqueeze(-1)).squeeze(-1)", "both[:, -1]"),
             ("torch.where(total == -torch.inf, total, scores - total)", "scores - total"),
@@ -875,7 +875,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
     },
     ("attnfast/nn/multi_hop.py", "tests/test_multi_hop.py -k best"): {
         "_order": [
-            ("score_vector * (WIDEST / most.clamp_min(WIDEST))", "weight * 1"),
+            ("score_vector * (WIDEST / most.clamp_min(WIDEST))", "score_vector * 1"),
             ("for x in (query, shown))", "for x in (query,))"),
         ],
         "TopKAttention.choose": [("wide = accumulation_dtype(rows.dtype)", "wide = rows.dtype")],
@@ -908,7 +908,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         ],
         "NeuralTuringMachine.step": [
             ("if is_autocast_on() else nullcontext()", "if False else nullcontext()"),
-            ("read = weights[:, :R] @ memory", "read = before[:, :R] @ memory"),
+            ("read = weights[:, :R] @ memory", "read = previous[:, :R] @ memory"),
             ("weights[:, R:].transpose(1, 2)", "weights[:, : self.num_writes].transpose(1, 2)"),
             ("erase[:, None, h]", "erase[:, None, 0]"),
             ("torch.addcmul(memory, erased, memory, value=-1)", "memory - erased"),
