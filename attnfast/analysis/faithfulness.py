@@ -437,8 +437,8 @@ def permutation_test(
 ) -> PermutationOutput:
     """Shuffle each sentence's weights ``count`` times and measure the change of its output.
 
-    If attention explains a decision, shuffled weights should change it, and more so the larger the
-    largest weight is.
+    If attention explains a decision, shuffled weights should change the output; the larger the
+    largest weight, the more.
 
     Returns:
         ``distance``: the median :func:`total_variation` of the output; ``divergence``: the median
@@ -479,9 +479,10 @@ class Adversarial(NamedTuple):
     """Result of :func:`adversarial`.
 
     Attributes:
-        divergence: the Jensen–Shannon divergence of the weights found, ``[B]``; 0 if none were.
-        distance: the total variation of the output with them, ``[B]``.
-        weights: the weights found, ``[B, n]``, or the model's own.
+        divergence: the Jensen–Shannon divergence of the weights found, ``[B]``; 0 if none were
+            found.
+        distance: the total variation of the output with these weights, ``[B]``.
+        weights: the weights found, ``[B, n]``, or the model's own if none were found.
         bound: the largest divergence that any weights have, ``[B]``.
 
     Example:
@@ -589,8 +590,8 @@ def adversarial(
 def erasure(reader: AttentionModel, embedded: Tensor, lengths: Tensor, ranking: Tensor) -> Tensor:
     """Return the share of the keys to erase, the highest ranked first, before the decision changes.
 
-    Erased keys have weight 0; the weights of the others are renormalised. A smaller share means
-    that the ranking identifies better the keys on which the decision depends.
+    Erased keys have weight 0; the weights of the others are renormalised. The smaller the share,
+    the better the ranking identifies the keys on which the decision depends.
 
     Args:
         ranking: ``[B, n]``: the weights, :func:`weight_gradient`, their product, random numbers.

@@ -174,7 +174,7 @@ def load(path: str | Path) -> dict[str, Any]:
     if number != FORMAT:
         raise InputError(
             f"{path}: expected a checkpoint of format {FORMAT}, got {number}, "
-            "which another attnfast has written"
+            "which another version of attnfast has written"
         )
     return state
 
