@@ -472,8 +472,8 @@ def run_coverage(
     check_flag("need_weights", need_weights)
     call = coverage_call(call, temperature, coverage_weight, channels, log_previous)
     query = call.query
-    asked = (backend, query.device, query.dtype, COVERAGE.name)
-    backend = select_backend(*asked, filters=filters_of(call))
+    properties = (backend, query.device, query.dtype, COVERAGE.name)
+    backend = select_backend(*properties, filters=filters_of(call))
     return coverage_output(dispatch.run(COVERAGE, call, backend), call, need_weights)
 
 

@@ -43,15 +43,15 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
     },
     ("attnfast/decoding/deferred.py", "tests/test_memory.py -k several"): {
         "DeferredKeyGradients.backward": [
-            ("zip(grads, more)) if grads else more", "zip(grads, more)) if False else more"),
+            ("zip(grads, new_grads)) if grads", "zip(grads, new_grads)) if False"),
         ],
-        "Step.backward": [("grad_score = grad_score * of.scale", "pass")],
+        "Step.backward": [("grad_score = grad_score * call.scale", "pass")],
     },
     ("attnfast/ops/operators.py", "tests/test_attention.py -k 'table and cpu'"): {
         "Operator.of_bias": [("grad_score.sum_to_size(shape).to(dtype)", "grad_score * 0")],
     },
     ("attnfast/decoding/deferred.py", HISTORY): {
-        "HistoryStep.backward": [("gradients.grad_score * of.scale", "gradients.grad_score")],
+        "HistoryStep.backward": [("gradients.grad_score * call.scale", "gradients.grad_score")],
     },
     ("attnfast/decoding/memory.py", CONTRACTS.format("reorder and fertility")): {
         "Memory.index_select": [
@@ -136,7 +136,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
     ("attnfast/ops/scores.py", "tests/test_scores.py -k 'not triton'"): {
         "_gradients": [
             ("weights=grad, grad_score=grad,", "weights=grad, grad_score=2 * grad,"),
-            ("need_grad_key=any(of_keys)", "need_grad_key=of_keys[0]"),
+            ("need_grad_key=any(need_keys)", "need_grad_key=need_keys[0]"),
         ],
     },
     ("attnfast/functional.py", SPANS): {
@@ -1207,7 +1207,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
     },
     ("attnfast/nn/_fused_rnn.py", "tests/test_nn_recurrent.py -k steps_drop"): {
         "_move": [('("dropout_state", "dropout_cell")]', '("dropout_state", "dropout")]')],
-        "_move_all": [("own, zoneout)", "own)")],
+        "_move_all": [("layer_masks, zoneout)", "layer_masks)")],
     },
     ("attnfast/integrations/projects/wavernn.py", "tests/integrations/test_wavernn.py"): {
         "WaveRNN.forward": [("self.conv.weight.flip(1)", "self.conv.weight")],

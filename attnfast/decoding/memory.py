@@ -530,8 +530,8 @@ def attend_with_history(
     ):
         check_flag("need_weights", need_weights)
         checked = coverage_call(call, temperature, coverage_weight, channels, log_previous)
-        asked = (memory.backend, query.device, query.dtype, COVERAGE.name)
-        if select_backend(*asked, filters=filters_of(checked)) == shared.backend:
+        properties = (memory.backend, query.device, query.dtype, COVERAGE.name)
+        if select_backend(*properties, filters=filters_of(checked)) == shared.backend:
             parameters = (coverage_weight, filters, channels, projection)
             return _attend_once_with_history(checked, shared, parameters, need_weights)
     try:

@@ -268,9 +268,9 @@ BACKENDS: dict[str, Backend] = {x.name: x for x in (Triton(), Cuda(), Cpu(), Ref
 
 
 @functools.cache
-def unsupported_reason(backend: str, *asked) -> str | None:
-    """Return why a backend cannot run a call, or None; ``asked``: fields of a DispatchKey."""
-    return BACKENDS[backend].unsupported_reason(DispatchKey(*asked))
+def unsupported_reason(backend: str, *properties) -> str | None:
+    """Return why a backend cannot run a call, or None; ``properties``: fields of a DispatchKey."""
+    return BACKENDS[backend].unsupported_reason(DispatchKey(*properties))
 
 
 def check_backend(backend: object) -> None:
@@ -286,9 +286,9 @@ def ranked_backends(request: DispatchKey) -> list[str]:
 
 
 @functools.cache
-def _best(backend: str | None, *asked) -> str | None:
-    order = ranked_backends(DispatchKey(*asked)) if backend is None else [backend]
-    able = (x for x in order if x != "reference" and unsupported_reason(x, *asked) is None)
+def _best(backend: str | None, *properties) -> str | None:
+    order = ranked_backends(DispatchKey(*properties)) if backend is None else [backend]
+    able = (x for x in order if x != "reference" and unsupported_reason(x, *properties) is None)
     return next(able, None)
 
 
@@ -307,25 +307,25 @@ def _warn_of_reference(reasons: str) -> None:
 
 
 @functools.cache
-def _choose(backend: str | None, *asked) -> str:
+def _choose(backend: str | None, *properties) -> str:
     if backend is None:
-        order = ranked_backends(DispatchKey(*asked))
-        chosen = next(name for name in order if unsupported_reason(name, *asked) is None)
+        order = ranked_backends(DispatchKey(*properties))
+        chosen = next(name for name in order if unsupported_reason(name, *properties) is None)
         if chosen == "reference":
-            _warn_of_reference("; ".join(reasons_against(chosen, *asked)))
+            _warn_of_reference("; ".join(reasons_against(chosen, *properties)))
         return chosen
-    reason = unsupported_reason(backend, *asked)
+    reason = unsupported_reason(backend, *properties)
     if reason is not None:
         raise RuntimeError(f"backend {backend!r} cannot run this call: {reason}")
     return backend
 
 
 @constant_in_graphs
-def reasons_against(chosen: str | None, *asked) -> tuple[str, ...]:
+def reasons_against(chosen: str | None, *properties) -> tuple[str, ...]:
     """Return a sentence for each compiled backend that ranks above the chosen one, or for all."""
-    names = [x for x in ranked_backends(DispatchKey(*asked)) if x != "reference"]
+    names = [x for x in ranked_backends(DispatchKey(*properties)) if x != "reference"]
     better = names[: names.index(chosen)] if chosen in names else names
-    reasons = {name: unsupported_reason(name, *asked) for name in better}
+    reasons = {name: unsupported_reason(name, *properties) for name in better}
     return tuple(f"not {name}: {reason}" for name, reason in reasons.items() if reason)
 
 
@@ -360,11 +360,11 @@ def select_backend(
     name = (
         backend if backend is None else str.__str__(backend)
     )  # the string of an enumeration member
-    asked = device, dtype, operator, step, filters, False, False, score
-    chosen = _choose(name, *asked)
+    properties = device, dtype, operator, step, filters, False, False, score
+    chosen = _choose(name, *properties)
     if is_recording():
         if name is None:
-            record(operator, chosen, *reasons_against(chosen, *asked))
+            record(operator, chosen, *reasons_against(chosen, *properties))
         else:
             record(operator, f"{chosen}, as requested")
     return chosen

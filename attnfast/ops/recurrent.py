@@ -433,32 +433,32 @@ def fake(call: RecurrentInputs) -> RecurrentOutputs:
     """Return empty results."""
     (B, T, _), H = call.input.shape, call.hidden.shape[-1]
 
-    def room(wanted: Any, columns: int, lead: tuple[int, ...] = ()) -> Tensor:
-        return call.input.new_empty((*lead, B, T, columns) if wanted else (0,))
+    def empty(needed: Any, columns: int, lead: tuple[int, ...] = ()) -> Tensor:
+        return call.input.new_empty((*lead, B, T, columns) if needed else (0,))
 
     attends = call.key is not None
     projects = call.weight_query is not None or call.dropout_query is not None
     A = H if call.weight_query is None else call.weight_query.shape[0]
     Tk, Dv = (0, 0) if call.value is None else call.value.shape[-2:]
     return RecurrentOutputs(
-        room(True, H, layers(call)),
-        room(call.mode == "lstm", H, layers(call)),
-        room(attends, Dv),
-        room(attends, Tk),
-        room(call.weight_output is not None, feed_size(call)),
+        empty(True, H, layers(call)),
+        empty(call.mode == "lstm", H, layers(call)),
+        empty(attends, Dv),
+        empty(attends, Tk),
+        empty(call.weight_output is not None, feed_size(call)),
         call.input.new_empty((0,) if call.coverage is None else (B, Tk)),
         call.input.new_empty((0,) if call.coverage is None else (B,)),
-        room(attends and (projects or call.attends_first), A),
-        room(SAVED_GATES[call.mode], SAVED_GATES[call.mode] * H, layers(call)),
-        room(call.transition_prob is not None, Tk),
-        room(call.normalisation == "sigmoid", 1),
+        empty(attends and (projects or call.attends_first), A),
+        empty(SAVED_GATES[call.mode], SAVED_GATES[call.mode] * H, layers(call)),
+        empty(call.transition_prob is not None, Tk),
+        empty(call.normalisation == "sigmoid", 1),
     )
 
 
 def _fake_backward(call: RecurrentBackward) -> RecurrentGradients:
-    def like(name: str, wanted: bool) -> Tensor:
+    def like(name: str, needed: bool) -> Tensor:
         x = getattr(call, name)
-        return call.input.new_empty(x.shape if wanted and x is not None else (0,))
+        return call.input.new_empty(x.shape if needed and x is not None else (0,))
 
     grads = {x: like(x, call.need_grad_parameters) for x in PARAMETERS}
     grads |= {x: like(x, call.need_grad_key) for x in ("key", "value", "score_vector")}
