@@ -1,10 +1,10 @@
 """Fused attention for recurrent sequence-to-sequence models.
 
 Functions: :func:`additive_attention`, :func:`dot_attention`, :func:`coverage_attention`,
-:func:`copy_distribution`; scores alone: :func:`additive_score`; keys and values that are asked many
-times: :func:`prepare` and :func:`attend`; the keys that a row may see: :class:`Span`; given
-alignments: :func:`alignment_loss`; a bias toward keys near a position: :func:`gaussian_bias`.
-Modules: :mod:`attnfast.nn`. Other projects' modules: :func:`replace`.
+:func:`copy_distribution`; scores alone: :func:`additive_score`; keys and values for many decoder
+steps: :func:`prepare` and :func:`attend`; the keys that a row may see: :class:`Span`; supervision
+by given alignments: :func:`alignment_loss`; a bias toward keys near a position:
+:func:`gaussian_bias`. Modules: :mod:`attnfast.nn`. Other projects' modules: :func:`replace`.
 
 An argument that does not fit raises ValueError or TypeError, and the message names it.
 """

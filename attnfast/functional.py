@@ -155,9 +155,9 @@ def additive_attention(
             :math:`\alpha_{ij} = \max(0, e_{ij} / 2 - \tau_i)^2` (Peters, Niculae and Martins, ACL
             2019, arXiv:1905.05702). Both give many keys a weight of exactly 0, which the CPU's
             backward skips.
-        need_weights: return the weights; otherwise they are None. A span's may be compact, with a
-            column for each key that a row sees (see :class:`attnfast.Span`); ``"dense"`` spreads
-            them over all keys, ``"sparse"`` makes a ``torch.sparse_coo`` tensor.
+        need_weights: return the weights; otherwise they are None. With a span they may be compact,
+            with a column for each key that a row sees (see :class:`attnfast.Span`); ``"dense"``
+            spreads them over all keys, ``"sparse"`` makes a ``torch.sparse_coo`` tensor.
         need_statistics: return :class:`attnfast.RowStatistics`: every row's entropy, largest
             weight and its key, expected key and variance, computed in the same pass. Statistics
             need no stored weights; a call with gradients stores them in any case.
@@ -230,7 +230,7 @@ def dot_attention(
     .. math:: e_{ij} = (s\, q_i \cdot k_j + b_{ij}) / T, \quad
               \alpha_i = \mathrm{softmax}_j(e_{ij}), \quad c_i = \sum_j \alpha_{ij} v_j
 
-    Luong's "general" score is this score with projected keys, his "dot" score this with
+    Luong's "general" score is this score with projected keys, his "dot" score is this score with
     ``scale=1``.
 
     Args:
@@ -472,8 +472,8 @@ def run_coverage(
     check_flag("need_weights", need_weights)
     call = coverage_call(call, temperature, coverage_weight, channels, log_previous)
     query = call.query
-    asked = (backend, query.device, query.dtype, COVERAGE.name)
-    backend = select_backend(*asked, filters=filters_of(call))
+    properties = (backend, query.device, query.dtype, COVERAGE.name)
+    backend = select_backend(*properties, filters=filters_of(call))
     return coverage_output(dispatch.run(COVERAGE, call, backend), call, need_weights)
 
 
@@ -557,8 +557,8 @@ def coverage_attention(
         ``context [B, Tq, Dv]``; ``weights [B, Tq, Tk]`` or None; ``coverage [B, Tk]`` after the
         last row, float32 (float64 for float64): an :class:`attnfast.CoverageOutput`, whose
         attribute ``loss [B]`` is every sequence's coverage loss,
-        :math:`\sum_{tj} \min(\alpha_{tj}, C_{tj})`, and ``log_weights [B, Tq, Tk]``, with a
-        transition, log α. With heads, ``[B, H, …]`` throughout.
+        :math:`\sum_{tj} \min(\alpha_{tj}, C_{tj})`, and whose ``log_weights [B, Tq, Tk]`` are log α
+        with a transition, otherwise None. With heads, ``[B, H, …]`` throughout.
 
     Raises:
         ValueError, TypeError: an argument does not fit; the message names it.

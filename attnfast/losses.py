@@ -78,9 +78,9 @@ def alignment_loss(
         key_indices = check_key_indices(key_indices, weights)
     whole = alignment.dtype == torch.int64 and not alignment.is_sparse
     rows = list(alignment.shape if whole else alignment.shape[:-1])
-    wanted = list(weights.shape[:-1])
-    heads = len(wanted) == 3 and not alignment.is_sparse
-    fits = rows in (wanted, [wanted[0], 1, *wanted[2:]] if heads else wanted)
+    shape = list(weights.shape[:-1])
+    heads = len(shape) == 3 and not alignment.is_sparse
+    fits = rows in (shape, [shape[0], 1, *shape[2:]] if heads else shape)
     if (
         not fits
         or not (whole or alignment.is_floating_point())
@@ -88,7 +88,7 @@ def alignment_loss(
     ):
         raise_value_error(
             "alignment",
-            f"int64 {wanted} or floating-point {list(weights.shape)} to fit the weights",
+            f"int64 {shape} or floating-point {list(weights.shape)} to fit the weights",
             f"{alignment.dtype} {list(alignment.shape)}",
         )
     if whole:
@@ -271,14 +271,14 @@ def _of_entries(
     *where, key = alignment.indices()
     number = alignment.values().to(weights.dtype)
     if key_indices is None:
-        seen = weights[(*where, key)]
+        aligned = weights[(*where, key)]
     else:
-        of_row = key_indices.expand(weights.shape)[tuple(where)]  # [entries, W]
-        seen = weights[tuple(where)].masked_fill(of_row != key.unsqueeze(-1), 0).sum(-1)
+        row_keys = key_indices.expand(weights.shape)[tuple(where)]  # [entries, W]
+        aligned = weights[tuple(where)].masked_fill(row_keys != key.unsqueeze(-1), 0).sum(-1)
     if kind == "squared":
-        each, base = number * (number - 2 * seen), weights.square().sum(-1)
+        each, base = number * (number - 2 * aligned), weights.square().sum(-1)
     else:
-        each, base = -2 * number * _log(seen), weights.new_zeros(weights.shape[:-1])
+        each, base = -2 * number * _log(aligned), weights.new_zeros(weights.shape[:-1])
     return 0.5 * base.index_put(tuple(where), each, accumulate=True)
 
 
@@ -286,7 +286,7 @@ def pointer_loss(log_probs: Tensor, pointers: Tensor) -> Tensor:
     r"""Return the negative log-likelihood per pointer, in nats; ends count as pointers.
 
     .. math:: -\frac{1}{\sum_b T_b} \sum_b \sum_{t \le T_b} \ln P(y_{bt}), \quad
-              T_b \text{ the place of the first end}
+              T_b \text{ the position of the first end, from 1 on}
 
     Args:
         log_probs: ``[B, T, 1 + N]``, of :class:`attnfast.nn.PointerNetwork`.

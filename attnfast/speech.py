@@ -97,7 +97,7 @@ def read_wav(content: bytes, rate: int, name: str = "recording") -> Tensor:
 
 
 def _is_recording(name: str) -> bool:
-    """Return whether a file's name is a recording's; macOS keeps ``._x.wav`` beside one."""
+    """Return whether a file's name is a recording's; macOS stores metadata in ``._x.wav``."""
     return name.endswith((".wav", ".WAV")) and not name.startswith("._")
 
 
@@ -114,7 +114,7 @@ def _contents(path: Path) -> Iterator[tuple[str, str, bytes]]:
                         content = archive.extractfile(member).read()  # type: ignore[union-attr]
                         yield f"{path}: {member.name}", inside.stem, content
                 while archive.fileobj.read(2**20):  # type: ignore[union-attr]
-                    pass  # at its end is the sum that tells whether it is whole
+                    pass  # the checksum at its end is verified when it is read
     except (EOFError, OSError, ValueError, lzma.LZMAError, tarfile.TarError, zlib.error) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise InputError(f"cannot read {path}: {reason(error)}") from error

@@ -10,7 +10,7 @@ namespace attnfast {
 
 enum class Dtype { f32, f64, f16, bf16 };
 
-// How scores become weights; launch.h has their names. A sigmoid is divided by the row's sum.
+// The normalisations; launch.h has their names. A sigmoid is divided by the row's sum.
 enum class Normalisation { softmax, sigmoid, sparsemax, entmax15 };
 
 // A tensor [B, H, rows, columns], strides in elements; data is null if an argument is absent.

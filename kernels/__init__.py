@@ -12,7 +12,7 @@ if __name__ != "attnfast.kernels":  # attnfast's source folder is on the path
     if _spec is not None and _spec.loader is not None:  # Hugging Face's, say
         _module = sys.modules[__name__] = importlib.util.module_from_spec(_spec)
         _spec.loader.exec_module(_module)
-    else:  # nothing, without a file or a version, by which others tell that a package is there
+    else:  # an empty module, without the file or the version by which others detect a package
         del __file__
         __path__ = []
 

@@ -43,15 +43,15 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
     },
     ("attnfast/decoding/deferred.py", "tests/test_memory.py -k several"): {
         "DeferredKeyGradients.backward": [
-            ("zip(grads, more)) if grads else more", "zip(grads, more)) if False else more"),
+            ("zip(grads, new_grads)) if grads", "zip(grads, new_grads)) if False"),
         ],
-        "Step.backward": [("grad_score = grad_score * of.scale", "pass")],
+        "Step.backward": [("grad_score = grad_score * call.scale", "pass")],
     },
     ("attnfast/ops/operators.py", "tests/test_attention.py -k 'table and cpu'"): {
         "Operator.of_bias": [("grad_score.sum_to_size(shape).to(dtype)", "grad_score * 0")],
     },
     ("attnfast/decoding/deferred.py", HISTORY): {
-        "HistoryStep.backward": [("gradients.grad_score * of.scale", "gradients.grad_score")],
+        "HistoryStep.backward": [("gradients.grad_score * call.scale", "gradients.grad_score")],
     },
     ("attnfast/decoding/memory.py", CONTRACTS.format("reorder and fertility")): {
         "Memory.index_select": [
@@ -136,7 +136,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
     ("attnfast/ops/scores.py", "tests/test_scores.py -k 'not triton'"): {
         "_gradients": [
             ("weights=grad, grad_score=grad,", "weights=grad, grad_score=2 * grad,"),
-            ("need_grad_key=any(of_keys)", "need_grad_key=of_keys[0]"),
+            ("need_grad_key=any(need_keys)", "need_grad_key=need_keys[0]"),
         ],
     },
     ("attnfast/functional.py", SPANS): {
@@ -399,7 +399,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
             ("self.weight[offset : offset + x.shape[1]]", "self.weight[: x.shape[1]]"),
         ],
         "RelativePositions.forward": [
-            ("(keys - (offset + rows).unsqueeze(-1))", "((first + rows).unsqueeze(-1) - keys)"),
+            ("(keys - (offset + rows).unsqueeze(-1))", "((offset + rows).unsqueeze(-1) - keys)"),
         ],
     },
     ("attnfast/nn/transformer.py", "tests/test_positions.py"): {
@@ -486,7 +486,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
     ("attnfast/losses.py", "tests/test_losses.py"): {
         "alignment_loss": [
             ("return loss + _unseen(aligned, inside, kind)", "return loss"),
-            ("masked_fill(key_indices < 0, 0)", "masked_fill(keys < 1, 0)"),
+            ("masked_fill(key_indices < 0, 0)", "masked_fill(key_indices < 1, 0)"),
         ],
         "_of_keys": [
             ("return loss.masked_fill(~exists, 0)", "return loss"),
@@ -561,7 +561,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
             ("torch.where(words == state.last, state.blank, entering)", "entering"),
             ("again = blank[:, :-1] +", "again = both[:, :-1] +"),
             ("blank = _walked(label, log_p[..., BLANK])",
-             "blank = _walked(both, log_p[..., BLANK])"),
+             "blank = _walked(entering, log_p[..., BLANK])"),
             ("length_mask(encoded.lengths, ", "length_mask(encoded.lengths + 1, "),
             ("both.gather(-1, encoded.lengths.unsqueeze(-1)).squeeze(-1)", "both[:, -1]"),
             ("torch.where(total == -torch.inf, total, scores - total)", "scores - total"),
@@ -875,7 +875,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
     },
     ("attnfast/nn/multi_hop.py", "tests/test_multi_hop.py -k best"): {
         "_order": [
-            ("score_vector * (WIDEST / most.clamp_min(WIDEST))", "weight * 1"),
+            ("score_vector * (WIDEST / most.clamp_min(WIDEST))", "score_vector * 1"),
             ("for x in (query, shown))", "for x in (query,))"),
         ],
         "TopKAttention.choose": [("wide = accumulation_dtype(rows.dtype)", "wide = rows.dtype")],
@@ -908,7 +908,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         ],
         "NeuralTuringMachine.step": [
             ("if is_autocast_on() else nullcontext()", "if False else nullcontext()"),
-            ("read = weights[:, :R] @ memory", "read = before[:, :R] @ memory"),
+            ("read = weights[:, :R] @ memory", "read = previous[:, :R] @ memory"),
             ("weights[:, R:].transpose(1, 2)", "weights[:, : self.num_writes].transpose(1, 2)"),
             ("erase[:, None, h]", "erase[:, None, 0]"),
             ("torch.addcmul(memory, erased, memory, value=-1)", "memory - erased"),
@@ -1099,7 +1099,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
             ("masked_fill(~length_mask(target_lengths, input.shape[1]).unsqueeze(-1), 0)",
              "clone()"),
         ],
-        "_common_arguments": [("of_memory.check_unchanged()", "pass")],
+        "_common_arguments": [("shared_keys.check_unchanged()", "pass")],
         "_reversed": [
             ("return x.flip(1)", "return x"),
             ("lengths[:, None] - 1 - steps, steps)", "lengths[:, None] - 1 - steps, 0)"),
@@ -1175,15 +1175,15 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
     },
     ("attnfast/integrations/projects/joeynmt.py", "tests/integrations/test_joeynmt.py"): {
         "Decoder.forward": [
-            ("of_vectors.roll(-rnn.hidden_size, -1)", "of_vectors"),
-            ("words = words * of_input\n", "pass\n"),
+            ("joined_mask.roll(-rnn.hidden_size, -1)", "joined_mask"),
+            ("words = words * input_mask\n", "pass\n"),
         ],
     },
     ("attnfast/integrations/projects/speechbrain.py", "tests/integrations/test_speechbrain.py"): {
         "Decoder.forward": [
             ("key = key + attention.mlp_loc.bias if located else key", "pass"),
             ('"detach_history": True', '"detach_history": False'),
-            ("inp_tensor = inp_tensor * of_input", "pass"),
+            ("inp_tensor = inp_tensor * input_mask", "pass"),
         ],
     },
     ("attnfast/integrations/projects/sgrvinod.py", "tests/integrations/test_sgrvinod.py"): {
@@ -1212,13 +1212,13 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
     ("attnfast/integrations/projects/coqui.py", "tests/integrations/test_coqui.py"): {
         "attended": [("torch.cat([v.weight[0], v.bias])", "torch.cat([v.weight[0], 0 * v.bias])")],
         "Decoder.forward": [
-            ("dropout_cell=of_cell", "dropout_cell=of_state"),
+            ("dropout_cell=cell_mask", "dropout_cell=state_mask"),
             ("self.query, self.attention_rnn_cell_state", "_, self.attention_rnn_cell_state"),
         ],
     },
     ("attnfast/nn/_fused_rnn.py", "tests/test_nn_recurrent.py -k steps_drop"): {
         "_move": [('("dropout_state", "dropout_cell")]', '("dropout_state", "dropout")]')],
-        "_move_all": [("own, zoneout)", "own)")],
+        "_move_all": [("layer_masks, zoneout)", "layer_masks)")],
     },
     ("attnfast/integrations/projects/wavernn.py", "tests/integrations/test_wavernn.py"): {
         "WaveRNN.forward": [("self.conv.weight.flip(1)", "self.conv.weight")],
@@ -1288,7 +1288,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
     ("attnfast/integrations/helpers.py", "tests/test_replace_fallback.py"): {
         "attend_to_source": [
             ("query.shape[:-2] != key.shape[:-2]", "False"),
-            ("mask is None or _fits(mask, of_weights)", "True"),
+            ("mask is None or _fits(mask, shape)", "True"),
         ],
     },
     ("attnfast/integrations/helpers.py", "tests/test_replace.py"): {

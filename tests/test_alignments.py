@@ -36,7 +36,7 @@ def test_links_are_read(tmp_path):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("0-0\n", "expected 2 lines, one a pair, got 1"),
+        ("0-0\n", "expected 2 lines, one per pair, got 1"),
         ("0-0\n0_0\n", "line 2: expected links such as 0-0 1-2, got '0_0'"),
         ("0-0 -1-0\n\n", "line 1: expected links such as"),
         ("0-0\n1-0\n", "line 2: expected a source word below 1, got 1 in 1-0"),

@@ -83,7 +83,7 @@ def test_states_in_the_place_of_a_memory(name):
         with pytest.raises(TypeError) as error:
             module(state, states)
         assert str(error.value) == (
-            "memory must be what prepare(...) returns, got a Tensor of torch.float32 [2, 5, 4]"
+            "memory must be a result of prepare(...), got a Tensor of torch.float32 [2, 5, 4]"
         )
 
 

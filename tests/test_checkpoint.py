@@ -86,8 +86,8 @@ def test_a_checkpoint_is_a_file_of_torch_save(good):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"format": 9}, "expected a checkpoint of format 3, got 9, which another attnfast"),
-        ({"format": 2}, "expected a checkpoint of format 3, got 2, which another attnfast"),
+        ({"format": 9}, "expected a checkpoint of format 3, got 9, which another version"),
+        ({"format": 2}, "expected a checkpoint of format 3, got 2, which another version"),
         ({"format": "x"}, "got a damaged or foreign file"),
         ({"tokenizer": {"kind": "runes", "content": torch.zeros(1, dtype=torch.uint8)}}, "runes"),
         ({"config": {"attention": "none"}}, "expected a checkpoint of this version, got parts"),

@@ -270,7 +270,7 @@ MESSAGES = {
         ({"target_in": full((2, 3), -1)}, "word ids between 0 and 8, got -1")],
     "ShowAttendTell.decode": [
         ({"words": full((2, 3), 9)}, "words must be word ids between 0 and 8, got")],
-    "GridEncoder": [({"strides": (1, 2)}, "strides must be 1, one a layer")],
+    "GridEncoder": [({"strides": (1, 2)}, "strides must be 1, one for each layer")],
     "Reinforce": [
         ({"weight": -1.0}, "weight must be a number, at least 0, got"),
         ({"decay": 1.0}, "decay must be at least 0 and below 1, got")],
@@ -307,8 +307,8 @@ MESSAGES = {
     "ListenAttendSpell.encode": [
         ({"frames": full((2, 5, 4), inf)}, "frames must be finite numbers, got NaN or infinity"),
         ({"frames": zeros(2, 0, 4), "lengths": zeros(2).long()},
-         "frames must be at least 2 a recording, … , got 0"),
-        ({"lengths": tensor([5, 1])}, "lengths must be at least 2, what the pyramid … got 1"),
+         "frames must be at least 2, … got 0"),
+        ({"lengths": tensor([5, 1])}, "lengths must be at least 2, the frames … got 1"),
         ({"lengths": tensor([6, 2])}, "lengths must be between 1 and 5 to fit frames, got 6")],
     "beam_search": [
         ({"scorer_weight": 1.5}, "scorer_weight must be a number from 0 to 1, got 1.5"),

@@ -137,7 +137,7 @@ def test_one_in_the_other():
     assert [x.ran for x in inner[0].choices] == ["reference, as requested"]
     assert [x.ran for x in found.choices] == ["cpu", "reference, as requested"]
     assert str(attnfast.explain(lambda: [linear(X, torch.ones(1, 8)) for _ in range(3)])) == (
-        "linear: PyTorch (3 times)\n    PyTorch is as quick for few rows or small weights"
+        "linear: PyTorch (3 times)\n    PyTorch is as fast for few rows or small weights"
     )
 
 
@@ -174,7 +174,7 @@ def test_a_recurrent_layer_under_autocast():
 @pytest.mark.parametrize(
     ("rnn", "options", "reason"),
     [
-        (nn.LSTM(8, 8, batch_first=True), {}, "oneDNN is as quick"),
+        (nn.LSTM(8, 8, batch_first=True), {}, "oneDNN is as fast"),
         (nn.GRU(8, 8), {}, "it is no plain nn.GRU or nn.LSTM"),
         (nn.GRU(8, 8, batch_first=True), {"backend": "reference"}, "reference, as requested"),
     ],
@@ -188,11 +188,11 @@ def test_a_layer_of_pytorchs(rnn, options, reason):
     ("x", "weight", "reason"),
     [
         (X.half(), torch.ones(8, 8).half(), "the operator takes dense float32 or float64"),
-        (X, torch.ones(8, 8), "PyTorch is as quick for few rows"),
+        (X, torch.ones(8, 8), "PyTorch is as fast for few rows"),
         (
             torch.ones(4096, 1024, requires_grad=True),
             torch.ones(8, 1024),
-            "the operator saves input and weight both",
+            "the operator saves both input and weight",
         ),
     ],
 )

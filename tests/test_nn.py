@@ -158,7 +158,9 @@ def test_values_that_are_missing(heads):
         attention = MultiHeadAttention(5, 5, 4, 2, value_dim=6)
     memory = attention.prepare(torch.randn(B, TK, 5), values=torch.randn(B, TK, 6))
     for states in (torch.randn(B, 5), torch.randn(B, 2, 5)):
-        with pytest.raises(ValueError, match="values must be given, for the memory's are apart"):
+        with pytest.raises(
+            ValueError, match="values must be given, because the memory's are separate"
+        ):
             attention.append(memory, states)
 
 

@@ -555,7 +555,7 @@ def test_memory_changed_in_place_is_refused():
 @pytest.mark.parametrize("attention", ["location", "heads"])
 def test_what_no_attention_takes(attention):
     layer, x, source, lengths = layer_and_inputs(attn.AttentionGRU, attention)
-    with pytest.raises(TypeError, match="memory must be what prepare"):
+    with pytest.raises(TypeError, match="memory must be a result of prepare"):
         layer(x, source)
     wide = attn.AttentionGRU(6, 12, 20, ATTENTIONS[attention]()).double()
     with pytest.raises(ValueError, match="memory must be of values of 20 features, got 10"):

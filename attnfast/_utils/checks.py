@@ -39,8 +39,8 @@ class InputError(ValueError):
 
 
 def describe(x: object) -> str:
-    """Return a description of x in one line: type and shape of a tensor or an array, the length of
-    a list or tuple that holds some, else a short repr.
+    """Return a description of x in one line: the type and shape of a tensor or an array, the length
+    of a list or tuple that contains one, else a short repr.
     """
     if isinstance(x, (list, tuple)) and any(
         hasattr(part, "shape") and not isinstance(part, numbers.Number) for part in x
@@ -54,9 +54,9 @@ def describe(x: object) -> str:
     return f"{article} {type(x).__name__} of {dtype} {list(shape)}"
 
 
-def shape_of(*of: object) -> str:
+def shape_of(*sizes: object) -> str:
     """Return a shape as text in which some sizes are names: ``[2, Tk, 8]``."""
-    return f"[{', '.join(map(str, of))}]"
+    return f"[{', '.join(map(str, sizes))}]"
 
 
 def argument_message(argument: str, expected: str, got: object) -> str:
@@ -79,12 +79,13 @@ def check_choice(argument: str, got: object, words: Iterable[str]) -> None:
     """Raise unless ``got`` is one of the words."""
     words = list(words)
     if not isinstance(got, str) or got not in words:
-        *some, last = map(repr, words)
-        raise_value_error(argument, f"{', '.join(some)} or {last}" if some else last, describe(got))
+        *first, last = map(repr, words)
+        expected = f"{', '.join(first)} or {last}" if first else last
+        raise_value_error(argument, expected, describe(got))
 
 
 def check_flag(argument: str, got: object) -> bool:
-    """Return x as a bool; raise ValueError unless it is True, False, 0 or 1."""
+    """Return ``got`` as a bool; raise ValueError unless it is True, False, 0 or 1."""
     if got is not True and got is not False and not (isinstance(got, int) and got in (0, 1)):
         raise_value_error(argument, "True or False", describe(got))
     return bool(got)

@@ -24,8 +24,8 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         before, separator, choices = message.removeprefix("argument ").partition(" (choose from ")
         sentence = before + separator + choices.replace("'", "")
-        more = f": {self.prog} --help says more" if sentence == message else ""
-        raise InputError(sentence + more)
+        hint = f": {self.prog} --help says more" if sentence == message else ""
+        raise InputError(sentence + hint)
 
 
 def _with_options(text: str, args: argparse.Namespace) -> str:
@@ -73,10 +73,10 @@ def run(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> i
             if not out_of_memory(error):
                 raise
             sizes = ("batch_size", "max_length", "hidden_dim", "dim", "beam")
-            some = " or ".join(f"--{x.replace('_', '-')}" for x in sizes if hasattr(args, x))
-            log("too little memory" + (f": a smaller {some} may fit" if some else ""))
+            options = " or ".join(f"--{x.replace('_', '-')}" for x in sizes if hasattr(args, x))
+            log("too little memory" + (f": a smaller {options} may fit" if options else ""))
             return 2
-        except OSError as error:  # files are refused where they are opened: this is a pipe
+        except OSError as error:  # opening a file raises InputError: this is the standard output
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             if isinstance(error, BrokenPipeError):
                 return 0

@@ -98,8 +98,8 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
     Decisions are the backend of an operator, one operator or a loop for a recurrent layer, an
     ``nn.GRU`` or a search, and attnfast or its own code for a replaced module. Those of a compiled
     graph were made when it was traced, and are not reported, nor are those of other threads. An
-    ``nn.GRU`` of your own is PyTorch's. The environment variable ``ATTNFAST_LOG=dispatch`` logs
-    each new decision of a program to stderr instead.
+    ``nn.GRU`` outside attnfast's models always runs in PyTorch. The environment variable
+    ``ATTNFAST_LOG=dispatch`` logs each new decision of a program to stderr instead.
 
     Args:
         function: a function, a module or a method: of attnfast, or of a model that uses it.

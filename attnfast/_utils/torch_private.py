@@ -118,7 +118,7 @@ def statically_true(condition: Any) -> bool:
 def constant_in_graphs(function: Function) -> Function:
     """Let a compiled graph take a function's result as a constant.
 
-    It does the same as torch.compiler.assume_constant_result without importing all of dynamo.
+    Unlike torch.compiler.assume_constant_result, it does not import all of dynamo.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function

@@ -503,8 +503,8 @@ class AlignmentScore(NamedTuple):
     """Agreement of links with reference links; all fields are from 0 to 1.
 
     Attributes:
-        precision: the share of the links found that are sure or possible.
-        recall: the share of the sure links that were found.
+        precision: the share of the links that are sure or possible.
+        recall: the share of the sure links that are among the links.
         f1: the harmonic mean of both.
         error_rate: the alignment error rate; lower is better.
 
@@ -534,7 +534,7 @@ def alignment_score(
         sure: S, the required links. A word without a link is aligned to NULL.
         possible: P, the allowed links, which always include the sure ones. None: no others.
 
-    Without any found or sure link the error rate is 0, and so are precision and recall.
+    Without any link, found or sure, the error rate is 0, and so are precision and recall.
 
     Paper: Och and Ney, "A Systematic Comparison of Various Statistical Alignment Models",
     Computational Linguistics 29(1), 2003.
@@ -630,7 +630,7 @@ def head_roles(
     if not of.heads:
         raise_value_error("weights", "[B, H, Tq, Tk], with heads", list(weights.shape))
     evenness = of.evenness()
-    if key_indices is not None:  # two heads may see other keys
+    if key_indices is not None:  # heads may see different keys
         dense = to_dense(of.weights, of._all_keys(), of.Tk)
         of = _Given(dense, of.n, of.m, None)
     H, live = of.weights.shape[1], of.weights.sum(-1) > 0  # [B, H, Tq]

@@ -370,15 +370,15 @@ def leave_one_out(reader: AttentionModel, embedded: Tensor, lengths: Tensor) -> 
     """
     _check(reader, embedded, lengths)
     whole, _ = _output(reader(embedded, lengths), embedded)
-    left = torch.arange(max(embedded.shape[1] - 1, 0), device=embedded.device)
-    exists, found = _exist(embedded, lengths), []
-    for j in range(embedded.shape[1] if len(left) else 0):
-        some = embedded[:, left + (left >= j)]
+    others = torch.arange(max(embedded.shape[1] - 1, 0), device=embedded.device)
+    exists, changes = _exist(embedded, lengths), []
+    for j in range(embedded.shape[1] if len(others) else 0):
+        shortened = embedded[:, others + (others >= j)]
         count = (lengths - (lengths > j).to(lengths.dtype)).clamp_min(1)
-        found.append(total_variation(whole, _output(reader(some, count), some)[0]))
-    if not found:
+        changes.append(total_variation(whole, _output(reader(shortened, count), shortened)[0]))
+    if not changes:
         return whole.new_zeros(exists.shape)
-    return torch.stack(found, 1).masked_fill(~(exists & exists[:, 1:2]), 0)
+    return torch.stack(changes, 1).masked_fill(~(exists & exists[:, 1:2]), 0)
 
 
 def weight_gradient(reader: AttentionModel, embedded: Tensor, lengths: Tensor) -> Tensor:
@@ -437,8 +437,8 @@ def permutation_test(
 ) -> PermutationOutput:
     """Shuffle each sentence's weights ``count`` times and measure the change of its output.
 
-    If attention explains a decision, shuffled weights should change it, and more so the larger the
-    largest weight is.
+    If attention explains a decision, shuffled weights should change the output; the larger the
+    largest weight, the more.
 
     Returns:
         ``distance``: the median :func:`total_variation` of the output; ``divergence``: the median
@@ -459,14 +459,16 @@ def permutation_test(
     reading = reader(embedded, lengths)
     output, weights = _output(reading, embedded)
     hidden = ~_exist(embedded, lengths)
-    found = []
+    changes = []
     for _ in range(count):
         drawn = torch.rand(weights.shape, generator=generator, dtype=weights.dtype).to(weights)
         other = weights.gather(1, drawn.masked_fill(hidden, 2).argsort(1))
         moved, _ = _output(reading, embedded, other.to(embedded.dtype))
-        found.append(torch.stack([total_variation(output, moved), jensen_shannon(weights, other)]))
-    of_all = torch.stack(found)
-    distance, divergence = of_all.quantile(0.5, dim=0) if of_all.numel() else of_all[0]
+        changes.append(
+            torch.stack([total_variation(output, moved), jensen_shannon(weights, other)])
+        )
+    stacked = torch.stack(changes)
+    distance, divergence = stacked.quantile(0.5, dim=0) if stacked.numel() else stacked[0]
     return PermutationOutput(distance, divergence, weights.amax(1))
 
 
@@ -479,9 +481,10 @@ class Adversarial(NamedTuple):
     """Result of :func:`adversarial`.
 
     Attributes:
-        divergence: the Jensen–Shannon divergence of the weights found, ``[B]``; 0 if none were.
-        distance: the total variation of the output with them, ``[B]``.
-        weights: the weights found, ``[B, n]``, or the model's own.
+        divergence: the Jensen–Shannon divergence of the weights found, ``[B]``; 0 if none were
+            found.
+        distance: the total variation of the output with these weights, ``[B]``.
+        weights: the weights found, ``[B, n]``, or the model's own if none were found.
         bound: the largest divergence that any weights have, ``[B]``.
 
     Example:
@@ -589,8 +592,8 @@ def adversarial(
 def erasure(reader: AttentionModel, embedded: Tensor, lengths: Tensor, ranking: Tensor) -> Tensor:
     """Return the share of the keys to erase, the highest ranked first, before the decision changes.
 
-    Erased keys have weight 0; the weights of the others are renormalised. A smaller share means
-    that the ranking identifies better the keys on which the decision depends.
+    Erased keys have weight 0; the weights of the others are renormalised. The smaller the share,
+    the better the ranking identifies the keys on which the decision depends.
 
     Args:
         ranking: ``[B, n]``: the weights, :func:`weight_gradient`, their product, random numbers.

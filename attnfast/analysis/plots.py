@@ -158,7 +158,7 @@ def draw_alignment(
     rc_context = optional("matplotlib", "drawing").rc_context
     fonts = _fonts_for([*source, *target])
     with rc_context({"font.family": fonts}), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph .* missing from font")  # said above
+        warnings.filterwarnings("ignore", "Glyph .* missing from font")  # _fonts_for has warned
         figure = _figure(width * max(across, 1), height * max(down, 1))
         grid = figure.subplots(max(down, 1), max(across, 1), squeeze=False)
         image = None

@@ -323,8 +323,8 @@ class DeferredKeyGradients(Function):
             with torch.autocast(weights.device.type, enabled=False):
                 grad_value = weights.mT @ grad_context
             grad_key, *parts = sums  # of every sequence and head
-            of_all = (score_vector, *features)
-            summed = [part.sum_to_size(x.shape).to(x.dtype) for part, x in zip(parts, of_all)]
+            parameters = (score_vector, *features)
+            summed = [part.sum_to_size(x.shape).to(x.dtype) for part, x in zip(parts, parameters)]
             grads = (grad_key.to(key.dtype), grad_value.to(value.dtype), *summed)
             return (*grads, None, None), (*saved, *itertools.chain(*steps))
         grads = ()
@@ -339,12 +339,12 @@ class DeferredKeyGradients(Function):
                 grad_score=grad_score, scale=1.0, score=ctx.shared.score, normalisation="softmax",
                 need_grad_query=False, need_grad_key=True, need_grad_score=False,
             )  # fmt: skip
-            _, *more, _ = ATTENTION.backward(ctx.shared.backend, arguments)
-            grads = tuple(a + b for a, b in zip(grads, more)) if grads else more
-        left = (x for step in steps for x in step if isinstance(x, Tensor))
+            _, *new_grads, _ = ATTENTION.backward(ctx.shared.backend, arguments)
+            grads = tuple(a + b for a, b in zip(grads, new_grads)) if grads else new_grads
+        step_tensors = (x for step in steps for x in step if isinstance(x, Tensor))
         return (*grads[:2], None if score_vector is None else grads[2], *[None] * 4), (
             *saved,
-            *left,
+            *step_tensors,
         )
 
 
@@ -368,14 +368,17 @@ class Step(Function):
     @staticmethod
     @no_double_backward
     def backward(ctx: Any, *grads):
-        of, saved = ATTENTION.arguments(ctx, grads, needs=(True, False, True))
-        grad_query, _, _, _, grad_score = ATTENTION.backward(ctx.backend, of)
+        call, saved = ATTENTION.arguments(ctx, grads, needs=(True, False, True))
+        grad_query, _, _, _, grad_score = ATTENTION.backward(ctx.backend, call)
         grad_bias = ATTENTION.of_bias(ctx, grad_score) if ctx.needs_input_grad[2] else None
-        if of.scale != 1:
-            grad_score = grad_score * of.scale
-        bounds = None if of.key_bounds is None else of.key_bounds.expand(*of.query.shape[:-1], 2)
-        record = SavedStep(of.query, of.weights, grad_score, of.grad_context, bounds, of.columns)
-        ctx.pending_gradients.of_this_backward().append(record)
+        if call.scale != 1:
+            grad_score = grad_score * call.scale
+        bounds = call.key_bounds
+        if bounds is not None:
+            bounds = bounds.expand(*call.query.shape[:-1], 2)
+        rows = call.query, call.weights, grad_score, call.grad_context
+        step = SavedStep(*rows, bounds, call.columns)
+        ctx.pending_gradients.of_this_backward().append(step)
         return (grad_query, None, grad_bias, None, None, None), saved
 
 
@@ -392,20 +395,24 @@ class HistoryStep(Function):
     @staticmethod
     @no_double_backward
     def backward(ctx: Any, *grad_outputs):
-        pending, (of, saved) = (
+        pending, (call, saved) = (
             ctx.pending_gradients.of_this_backward(),
             COVERAGE.arguments(ctx, grad_outputs),
         )
-        if of.filters is None:
-            gradients = COVERAGE.backward(ctx.backend, of._replace(need_grad_score=True))
-            grad_score = gradients.grad_score * of.scale
-            pending.append(SavedStep(of.query, of.weights, grad_score, of.grad_context))
+        if call.filters is None:
+            gradients = COVERAGE.backward(ctx.backend, call._replace(need_grad_score=True))
+            grad_score = gradients.grad_score * call.scale
+            pending.append(SavedStep(call.query, call.weights, grad_score, call.grad_context))
         else:
             if pending.sums is None:
-                batch = of.weights.shape[:-2]
-                of_all = ((of.score_vector, 1), (of.filters, 3), (of.projection, 2))
-                shapes = (of.key.shape, *((*batch, *x.shape[-n:]) for x, n in of_all))
-                pending.sums = tuple(of.weights.new_zeros(shape) for shape in shapes)
-            gradients = backward_into(ctx.backend, of, pending.sums)
-            pending.append(SavedFeatures(of.weights, of.grad_context))
+                batch = call.weights.shape[:-2]
+                parameters = (
+                    (call.score_vector, 1),
+                    (call.filters, 3),
+                    (call.projection, 2),
+                )
+                shapes = (call.key.shape, *((*batch, *x.shape[-n:]) for x, n in parameters))
+                pending.sums = tuple(call.weights.new_zeros(shape) for shape in shapes)
+            gradients = backward_into(ctx.backend, call, pending.sums)
+            pending.append(SavedFeatures(call.weights, call.grad_context))
         return (*COVERAGE.of_inputs(ctx, gradients), None, None, None), saved

@@ -59,11 +59,11 @@ class Memory(NamedTuple):
     ``key [B, (H,) Tk, A]``, projected, ``value [B, (H,) Tk, Dv]``, ``lengths [B]`` or None,
     ``mask [B, (1,) 1, Tk]`` or None; ``score_vector [A]`` or ``[H, A]`` of the additive score, None
     for the dot score; ``backend``, the requested one, or None; ``fertility [B, Tk]`` for coverage,
-    or None; ``score``, ``"dot"`` or the additive score's activation; ``shared_keys``, what
-    decoder steps share to compute the gradients of keys and values at once, or None; ``buffers``,
-    those of key and value if the memory grows. Attending raises RuntimeError if key, value,
-    lengths, score_vector or mask was modified in place (detected by version counters; writes
-    through ``.data`` are not detected).
+    or None; ``score``, ``"dot"`` or the additive score's activation; ``shared_keys``, the state
+    that decoder steps share to compute the gradients of keys and values at once, or None;
+    ``buffers``, the storage of key and value if the memory grows. Attending raises RuntimeError if
+    key, value, lengths, score_vector or mask was modified in place (detected by version counters;
+    writes through ``.data`` are not detected).
 
     A memory pickles as its tensors do: keys lose their autograd graph. Two threads may read the
     same memory, but not append to it.
@@ -102,8 +102,8 @@ class Memory(NamedTuple):
 
         The newest of a chain of memories grows in place, in storage that doubles; appending to an
         older one copies it. Appended keys are visible to every sequence, so ``lengths`` is
-        converted to a mask. Steps over a memory that has grown compute the gradients of keys and
-        values one by one, not at the end.
+        converted to a mask. Over a memory that has grown, each step's backward computes the
+        gradients of keys and values, instead of one pass at the end.
 
         Args:
             key: ``[B, (H,) A]`` for one key, ``[B, (H,) n, A]`` for several.
@@ -210,7 +210,7 @@ def _restored(has_shared_keys: bool, *fields) -> Memory:
 
 
 def check_memory(memory: object) -> None:
-    """Raise unless ``memory`` was made by :func:`prepare`; users may pass the encoder states.
+    """Raise unless ``memory`` is a result of :func:`prepare`; encoder states are not one.
 
     Raises:
         TypeError: ``memory`` is not a :class:`Memory` of tensors.
@@ -218,14 +218,14 @@ def check_memory(memory: object) -> None:
     Example:
         >>> attnfast.decoding.check_memory(torch.randn(2, 5, 8))  # the encoder states
         Traceback (most recent call last):
-        TypeError: memory must be what prepare(...) returns, got a Tensor of torch.float32 [2, 5, 8]
+        TypeError: memory must be a result of prepare(...), got a Tensor of torch.float32 [2, 5, 8]
     """
     if (
         not isinstance(memory, Memory)
         or not isinstance(memory.key, Tensor)
         or not isinstance(memory.value, Tensor)
     ):
-        raise_type_error("memory", "what prepare(...) returns", describe(memory))
+        raise_type_error("memory", "a result of prepare(...)", describe(memory))
 
 
 def _check_query(query: Any, memory: Memory) -> None:
@@ -530,10 +530,10 @@ def attend_with_history(
     ):
         check_flag("need_weights", need_weights)
         checked = coverage_call(call, temperature, coverage_weight, channels, log_previous)
-        asked = (memory.backend, query.device, query.dtype, COVERAGE.name)
-        if select_backend(*asked, filters=filters_of(checked)) == shared.backend:
-            made_of = (coverage_weight, filters, channels, projection)
-            return _attend_once_with_history(checked, shared, made_of, need_weights)
+        properties = (memory.backend, query.device, query.dtype, COVERAGE.name)
+        if select_backend(*properties, filters=filters_of(checked)) == shared.backend:
+            parameters = (coverage_weight, filters, channels, projection)
+            return _attend_once_with_history(checked, shared, parameters, need_weights)
     try:
         return run_coverage(
             call, temperature, coverage_weight, channels, log_previous, need_weights, memory.backend
@@ -544,15 +544,15 @@ def attend_with_history(
 
 
 def _attend_once_with_history(
-    call: CoverageInputs, shared: Any, made_of: tuple[Any, ...], need_weights: bool
+    call: CoverageInputs, shared: Any, parameters: tuple[Any, ...], need_weights: bool
 ) -> CoverageOutput:
-    """Attend with one query through the steps; ``made_of``: the user's tensors of the filters."""
+    """Attend with one query through the steps; ``parameters``: the user's, of the filters."""
     raise_on_tangents(call)
     token, pending_gradients = shared.token, shared.pending_gradients
     if not filters_of(call):
         call = call._replace(filters=None, projection=None)
     if call.filters is not None and call.projection is not None:
-        features = shared.features(made_of, call.filters, call.projection)
+        features = shared.features(parameters, call.filters, call.projection)
         call = call._replace(filters=features.filters, projection=features.projection)
         token, pending_gradients = features.token, features.pending_gradients
     detached = {

@@ -47,7 +47,7 @@ NEAREST = 5  # candidates to print
 COLUMNS = {"results": 9, "state": 9, "gradients": 11, "dtypes": 7, "allowed": 8, "served": 9}
 PAGE = "docs/adapters.md"
 
-# ---- what the command line names -----------------------------------------------------------------
+# ---- input ---------------------------------------------------------------------------------------
 
 
 def import_code(place: str) -> ModuleType:
@@ -64,8 +64,8 @@ def import_code(place: str) -> ModuleType:
     try:
         module = importlib.import_module(name)
     except (Exception, SystemExit) as error:
-        what = f"{type(error).__name__}: {first_line(error)}"  # type: ignore[arg-type]
-        raise InputError(f"cannot import {place}: {what}") from error
+        detail = f"{type(error).__name__}: {first_line(error)}"  # type: ignore[arg-type]
+        raise InputError(f"cannot import {place}: {detail}") from error
     file = getattr(module, "__file__", None)
     if path.suffix == ".py" and (file is None or Path(file).resolve() != path.resolve()):
         raise InputError(f"{place}: another module is named {name}: {file}")
@@ -114,8 +114,8 @@ def make_module(target: str, texts: Sequence[str]) -> nn.Module:
                 made = made(*positional, **named)
         except Exception as error:
             given = f"by --init {' '.join(texts)}" if texts else "without --init"
-            what = f"{type(error).__name__}: {first_line(error)}"
-            raise InputError(f"{target} cannot be made {given}: {what}") from error
+            detail = f"{type(error).__name__}: {first_line(error)}"
+            raise InputError(f"{target} cannot be made {given}: {detail}") from error
     if not isinstance(made, nn.Module):
         raise InputError(f"{target}: expected a torch.nn.Module, got {type(made).__name__}")
     return made
@@ -138,7 +138,7 @@ def named_adapter(name: str, module: nn.Module) -> Adapter:
     return dataclasses.replace(adapter, classes=[own])
 
 
-# ---- what it prints ------------------------------------------------------------------------------
+# ---- output --------------------------------------------------------------------------------------
 
 
 def print_candidates(module: nn.Module, new: Sequence[Adapter]) -> None:
@@ -228,7 +228,7 @@ def place_of(error: Exception | None) -> str:
 
 
 def print_module(found: Found, wanted: str | None, new: Sequence[Adapter]) -> bool:
-    """Print what is known of a module, and what to do; return whether it would be served."""
+    """Print a module's parameters and adapters, and the next step; return whether it is served."""
     module, cls = found.module, type(found.module)
     print(f"{found.path}: " * bool(found.path) + f"{cls.__module__}.{cls.__qualname__}")
     for name, p in module.named_parameters():
@@ -275,7 +275,7 @@ def what_to_do(module: nn.Module) -> str:
 
 
 def check(args: argparse.Namespace) -> int:
-    """Compare a class with its replacement, and print what differs and what to do next."""
+    """Compare a class with its replacement; print the differences and the next step."""
     known = set(ADAPTERS.values())
     for place in args.adapters:
         add_adapters(place)

@@ -40,14 +40,14 @@ class Found:
     zero_gradients: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
-        what = f"{self.path or '(the model)'}: {type(self.module).__name__}"
+        name = f"{self.path or '(the model)'}: {type(self.module).__name__}"
         if self.skip_reason:
-            return f"{what} left alone: {self.skip_reason}"
+            return f"{name} left alone: {self.skip_reason}"
         assert self.adapter is not None
         notes = [self.adapter.note] if self.adapter.note else []
         if self.zero_gradients:
             notes.append(f"gradient 0 instead of rounding errors: {', '.join(self.zero_gradients)}")
-        return "; ".join([f"{what} served by {self.backend}, as {self.adapter.name}", *notes])
+        return "; ".join([f"{name} served by {self.backend}, as {self.adapter.name}", *notes])
 
 
 def find_attention(model: nn.Module) -> list[Found]:
@@ -71,8 +71,8 @@ def find_attention(model: nn.Module) -> list[Found]:
                 continue
             by_code.update([module] if code else [])
             reason = f"{code}, and {unknown_reason(module)}" if code else unknown_reason(module)
-            what_to_do = f"what to do (docs/adapters.md): {check_command(type(module))}"
-            entry.skip_reason = f"{reason}; {what_to_do}"
+            next_step = f"what to do (docs/adapters.md): {check_command(type(module))}"
+            entry.skip_reason = f"{reason}; {next_step}"
         elif not adapter.attention:
             inner.update(module.modules())
         found.append(entry)
@@ -109,7 +109,7 @@ def attention_code(module: nn.Module) -> str:
 
 @cache
 def _attention_calls(cls: type) -> tuple[bool, str]:
-    """Return whether a class's methods take a softmax, and by what name they multiply matrices."""
+    """Return whether a class's methods take a softmax, and how they call a matrix product."""
     if cls.__module__.startswith("torch."):
         return False, ""
     functions = [f for versions in methods_of(cls).values() for f in versions]

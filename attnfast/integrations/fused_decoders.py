@@ -51,7 +51,7 @@ def gru_skip_reason(rnn: nn.Module) -> str | None:
 
 
 def is_plain_table(table: Any) -> bool:
-    """Return whether many words at once are embedded as one after the other."""
+    """Return whether embedding many words at once equals embedding them one by one."""
     plain = is_plain(table, nn.Embedding)
     return plain and table.max_norm is None and not table.scale_grad_by_freq
 
@@ -85,11 +85,11 @@ def fusion_skip_reason(
     if steps <= 1:
         return LOOP
     if like is None or not all(isinstance(x, Tensor) and x.dim() == 3 for x in inputs):
-        return "its source, states or fed vectors are no tensors of three axes"
+        return "its source, states or fed vectors are not tensors of three axes"
     if not all(x.shape[:2] == (layers, len(source)) for x in states):
-        return "its states are not those of its layers and source"
+        return "its states do not have the sizes of its layers and source"
     if not all(x.shape[:2] == (1, len(source)) for x in feed):
-        return "its fed vectors are not those of its source"
+        return "its fed vectors do not have the size of its source"
     if not is_plain(attention, type(attention)):
         return "its attention has hooks or a forward of its own"
     inner = [x for part in parts for x in part.modules()]
@@ -205,12 +205,12 @@ def run_decoder(
         terms: the attributes from which such a class takes the terms of the score.
         gate: computes the sums of the gate on the context, if there is one.
     """
-    attention: Any = kind.__new__(kind)  # all its parameters are given: none are drawn at random
+    attention: Any = kind.__new__(kind)  # its parameters are set below: none are drawn at random
     nn.Module.__init__(attention)
-    of_query = nn.Identity() if query_proj is None else query_proj
+    projection = nn.Identity() if query_proj is None else query_proj
     # the temperature scales every score: with a history there is no other scale
-    given = {"query_proj": of_query, "scale": 1.0, "temperature": 1 / scale}
-    for name, value in {**given, "normalisation": "softmax", **(terms or {})}.items():
+    attributes = {"query_proj": projection, "scale": 1.0, "temperature": 1 / scale}
+    for name, value in {**attributes, "normalisation": "softmax", **(terms or {})}.items():
         setattr(attention, name, value)
     if gate is not None:
         inner, attention = attention, GatedAttention.__new__(GatedAttention)

@@ -89,19 +89,19 @@ def project_both(
     Example:
         >>> module, layer = torch.nn.Module(), torch.nn.Linear(6 + 8, 4)
         >>> query, states = torch.randn(2, 1, 6), torch.randn(2, 5, 8)
-        >>> of_query, key = attnfast.integrations.project_both(module, layer, query, states)
+        >>> query_term, key = attnfast.integrations.project_both(module, layer, query, states)
         >>> joined = layer(torch.cat([query.expand(2, 5, 6), states], -1))
-        >>> torch.allclose(of_query + key, joined, atol=1e-6)
+        >>> torch.allclose(query_term + key, joined, atol=1e-6)
         True
     """
     first = states if states_first else query
-    of_query, of_states = halves(module, layer, first.shape[-1], states)
+    query_weight, states_weight = halves(module, layer, first.shape[-1], states)
     if states_first:
-        of_query, of_states = of_states, of_query
+        query_weight, states_weight = states_weight, query_weight
     key = cached_per_source(
-        module, "key", lambda: F.linear(states, of_states), states, layer.weight
+        module, "key", lambda: F.linear(states, states_weight), states, layer.weight
     )
-    return F.linear(query, of_query, layer.bias), key
+    return F.linear(query, query_weight, layer.bias), key
 
 
 def project_joined(
@@ -117,9 +117,9 @@ def project_joined(
     """
     if not is_plain(layer):
         return layer(torch.cat([context, query], -1))
-    of_context, of_query = halves(module, layer, context.shape[-1], source)
+    context_weight, query_weight = halves(module, layer, context.shape[-1], source)
     bias: Any = layer.bias
-    return F.linear(context, of_context) + F.linear(query, of_query, bias)
+    return F.linear(context, context_weight) + F.linear(query, query_weight, bias)
 
 
 def batch_first(module: nn.Module, states: Tensor) -> Tensor:
@@ -183,26 +183,26 @@ def attend_to_source(
     flat = score_vector is not None and key.dim() == 3
     if mask is not None and mask.dim() == 2:
         mask = mask.view(mask.shape[0], *(1,) * (key.dim() - 2), mask.shape[-1])
-    of_weights = *query.shape[:-1], key.shape[-2]
-    if query.shape[:-2] != key.shape[:-2] or not (mask is None or _fits(mask, of_weights)):
+    shape = *query.shape[:-1], key.shape[-2]  # of the weights
+    if query.shape[:-2] != key.shape[:-2] or not (mask is None or _fits(mask, shape)):
         raise UnsupportedCall("its own code computes queries, keys and masks of these shapes")
     score = "dot" if score_vector is None else activation
 
-    def made(how: Callable[..., Any], **more: Any) -> Any:
-        values, ends = key[..., :1] if value is None else value, lengths
-        ends = None if ends is None else ends.long()
+    def make_memory(make: Callable[..., Any], **options: Any) -> Any:
+        values = key[..., :1] if value is None else value
+        ends = None if lengths is None else lengths.long()
         w = score_vector if score_vector is None or not flat else score_vector.view(-1)
-        return how(key, values, score_vector=w, lengths=ends, **more)
+        return make(key, values, score_vector=w, lengths=ends, **options)
 
     memory = cached_per_source(
-        module, "memory", lambda: made(prepare, activation=activation),
+        module, "memory", lambda: make_memory(prepare, activation=activation),
         key, score_vector, lengths, activation, source=value,
-        once=lambda: made(Memory, score=score),
+        once=lambda: make_memory(Memory, score=score),
     )  # fmt: skip
     memory = memory if mask is None else memory._replace(mask=mask)
-    how: Any = attend_with_history if history or normalisation == "sigmoid" else attend
+    function: Any = attend_with_history if history or normalisation == "sigmoid" else attend
     options = {"scale": scale, "normalisation": normalisation, "need_weights": True}
-    context, weights, *_ = how(query, memory, **options, **history)
+    context, weights, *_ = function(query, memory, **options, **history)
     if step:
         context, weights = context.squeeze(-2), weights.squeeze(-2)
     if weights.is_cuda and weights.dtype.itemsize == 2 and torch.is_autocast_enabled("cuda"):

@@ -1,4 +1,4 @@
-"""Inspect a module's class: a copy is skipped if its code does what its replacement would not."""
+"""Inspect a module's class, to skip a copy whose code its replacement may not reproduce."""
 
 from __future__ import annotations
 

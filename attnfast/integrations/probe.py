@@ -84,7 +84,7 @@ def probe_configs(module: nn.Module, adapter: Adapter) -> Iterator[ProbeConfig]:
     yield ProbeConfig(name, torch.float32, parameter.device, 0.1, autocast=True, large=half)
 
 
-KINDS = ("results", "state", "gradients")  # what an outcome of a configuration consists of
+KINDS = ("results", "state", "gradients")  # the parts of an outcome
 
 
 @dataclass(frozen=True)
@@ -334,10 +334,10 @@ def _with_vocabulary(module: nn.Module, words: int) -> list[tuple[nn.Module, str
 
 
 def output_mismatch(old: tuple[Any, ...], new: tuple[Any, ...], config: ProbeConfig) -> str | None:
-    """Return the difference of two outcomes, in which configuration, and a cure; or None.
+    """Return the first difference of two outcomes, with its configuration and a cure, or None.
 
-    Where one result is 0 and the other is not, as under autocast with a sparsemax, rounding decided
-    which keys have a gradient: then only the gradients' forms are compared.
+    If one result is 0 where the other is not, as under autocast with a sparsemax, rounding decided
+    which keys have a gradient: then only the dtypes and shapes of the gradients are compared.
     """
     jumps = config.autocast and any(
         _zeros_differ(x, new[0].get(name)) for name, x in old[0].items()

@@ -90,12 +90,14 @@ def unknown_reason(module: nn.Module) -> str:
     cls, near = type(module), candidates(module)
     alike = next((x for x in near if not any(x.mismatches(module))), None)
     if alike is not None:
-        what = f"its class {cls.__module__}.{cls.__qualname__} is not known, but its parameters "
-        return f"{what}are those of {alike.name}"
+        place = f"{cls.__module__}.{cls.__qualname__}"
+        return f"its class {place} is not known, but its parameters are those of {alike.name}"
     named = next((x for x in near if x.named_class(module)), None)
     if named is not None:
-        what = f"only its class's name is like that of a known class, {named.name}; its parameters "
-        return f"{what}differ: it {describe_mismatches(module, named)}"
+        return (
+            f"only its class's name is like that of a known class, {named.name}; its parameters "
+            f"differ: it {describe_mismatches(module, named)}"
+        )
     return f"its class {cls.__module__}.{cls.__qualname__} is not known"
 
 

@@ -58,10 +58,10 @@ def embed(name: str, words: Tensor, embedding: nn.Embedding) -> Tensor:
 
 
 def check_source(name: str, source: Any, kind: type, state: object) -> None:
-    """Raise unless a source, called ``name``, and a state are those of a model's ``encode``."""
+    """Raise unless a source, called ``name``, and a state are results of a model's ``encode``."""
     memory = getattr(source, "memory", None)
     if not isinstance(source, kind) or (isinstance(memory, Memory) and memory.value is None):
-        raise_type_error(name, "what encode(...) returns", describe(source))
+        raise_type_error(name, "a result of encode(...)", describe(source))
     if not isinstance(state, RecurrentState):
         raise_type_error("state", "a RecurrentState", describe(state))
 

@@ -95,7 +95,7 @@ class CTCPrefixScorer:
         check_array("words", words, "int64", (R, 1), like=log_p, of="encoded")
         check_ids("words", words, V)
         if not isinstance(state, (PrefixState, type(None))):
-            raise_type_error("state", "what score(...) returned, or None", describe(state))
+            raise_type_error("state", "a result of score(...), or None", describe(state))
         if state is not None:
             shapes = {"blank": (R, T + 1), "label": (R, T + 1), "scores": (R, V), "last": (R, 1)}
             for name, shape in shapes.items():

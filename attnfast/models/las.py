@@ -111,12 +111,13 @@ class PyramidEncoder(nn.Module):
         check_like("frames", frames, next(self.parameters(), frames))
         least = self.factor ** len(self.layers)
         if frames.shape[0] and frames.shape[1] < least:
-            expected = f"at least {least} a recording, which the pyramid joins into one state"
+            expected = f"at least {least}, which the pyramid joins into one state"
             raise_value_error("frames", expected, frames.shape[1])
         check_lengths(lengths, frames, whose="frames")
         if len(lengths) and int(lengths.min()) < least:
             found = int(lengths.min())
-            raise_value_error("lengths", f"at least {least}, what the pyramid makes one of", found)
+            expected = f"at least {least}, the frames that the pyramid joins into one state"
+            raise_value_error("lengths", expected, found)
         exists = length_mask(lengths, frames.shape[1], frames)
         states = frames.masked_fill(~exists.unsqueeze(-1), 0)  # the last group reads padding
         if not torch.compiler.is_compiling() and not states.isfinite().all():

@@ -172,14 +172,14 @@ class MemoryNetwork(nn.Module):
             raise_value_error(
                 "stories", f"of {self.max_sentences} sentences at most", stories.shape[1]
             )
-        place = lengths.unsqueeze(-1) - 1 - torch.arange(stories.shape[1], device=stories.device)
+        position = lengths.unsqueeze(-1) - 1 - torch.arange(stories.shape[1], device=stories.device)
         order = position_encoding(stories, self.dim, self.places.dtype)
         sources = [
-            (embedding(stories) * order).sum(-2) + at[place.clamp_min(0)]
-            for embedding, at in zip(self.embeddings, self.places)
+            (embedding(stories) * order).sum(-2) + vectors[position.clamp_min(0)]
+            for embedding, vectors in zip(self.embeddings, self.places)
         ]
         memory = self.attention.prepare(sources, lengths)
-        asked = position_encoding(questions, self.dim, self.places.dtype)
-        query = (self.question(questions) * asked).sum(-2)
-        found, weights = self.attention(query, memory, need_weights)
-        return MemoryNetworkOutput(self.output(found), weights)
+        factors = position_encoding(questions, self.dim, self.places.dtype)
+        query = (self.question(questions) * factors).sum(-2)
+        output, weights = self.attention(query, memory, need_weights)
+        return MemoryNetworkOutput(self.output(output), weights)

@@ -57,10 +57,10 @@ def hybrid_loss(
     .. math:: \frac{1}{N} \sum_b -(1 - \lambda) \ln P(y_b \,\mathrm{end}) -
               \lambda \ln P_\mathrm{ctc}(y_b)
 
-    The first part is :func:`sequence_loss`, whose mean counts the ends too. The second is of the
-    labels alone, the ids from 4 on, in float32 at least. A text with more labels than its
-    recording has states, counting the blanks needed between repeated labels, contributes 0 to it,
-    with a warning.
+    The first part is :func:`sequence_loss`, whose mean counts the ends too. The second part is the
+    CTC loss of the labels alone, the ids from 4 on, in float32 or wider. A text with more labels
+    than its recording has states, counting the blanks needed between repeated labels, contributes 0
+    to the second part, with a warning.
 
     Args:
         output: the output of :class:`attnfast.models.ListenAttendSpell`.
@@ -85,7 +85,7 @@ def hybrid_loss(
     check_number("ctc_weight", ctc_weight, 0, 1)
     check_number("label_smoothing", label_smoothing, 0, 1)
     if not isinstance(output, LASOutput):
-        raise_type_error("output", "what a ListenAttendSpell returns", describe(output))
+        raise_type_error("output", "an output of a ListenAttendSpell", describe(output))
     check_array("output.logits", output.logits, "floating-point", ("B", "T", "V"))
     B, _, V = output.logits.shape
     like, log_probs = output.logits, output.frame_log_probs
@@ -141,8 +141,8 @@ def scheduled_sampling(target_in: Tensor, logits: Tensor, share: float) -> Tenso
               \text{ else } y_t
 
     The model first reads the true words, for ``logits``, and is then trained on the returned words:
-    two passes over whole targets, whereas Bengio et al. loop over single steps. The start, padding
-    and the four special ids are never replaced, nor drawn.
+    two passes over whole targets, whereas Bengio et al. loop over single steps. The four special
+    ids, such as the start and padding, are never replaced or drawn.
 
     Args:
         target_in: ``[B, T]``, ids that begin with the start.

@@ -113,9 +113,9 @@ def _best_words(logits: Tensor) -> tuple[Tensor, Tensor]:
     return best, (words + EOS).masked_fill(best == LOWEST, EOS)
 
 
-def _refuse_nan(found: Tensor | bool) -> None:
+def _raise_if_nan(is_nan: Tensor | bool) -> None:
     """Raise if a search met NaN scores; called at its end, so that a GPU is synchronized once."""
-    if found:
+    if is_nan:
         raise InputError(
             "the model's scores must be finite numbers, got NaN: its parameters are damaged or too "
             "large"
@@ -182,7 +182,7 @@ def _in_one_call(
         embedding_scale=words.embedding_dim**0.5, **terms,
     )  # fmt: skip
     rows = dispatch.run(SEARCH, upcast_halves(call), backend).words.tolist()
-    _refuse_nan(any(EOS not in row or -1 in row[: row.index(EOS)] for row in rows))
+    _raise_if_nan(any(EOS not in row or -1 in row[: row.index(EOS)] for row in rows))
     return [row[: row.index(EOS)] for row in rows]
 
 
@@ -231,7 +231,7 @@ def greedy_search(
         nan |= ~(best > -math.inf)
         outputs.append(words)
         ended |= words == EOS
-    _refuse_nan(nan.any())
+    _raise_if_nan(nan.any())
     rows = torch.cat(outputs, 1).tolist() if outputs else []
     return [row[: row.index(EOS)] for row in rows]
 
@@ -361,5 +361,5 @@ def beam_search(
         words = torch.cat([words[rows], word.view(-1, 1)], 1)
         state = state.index_select(rows)
         judged = None if judged is None else judged.index_select(rows)
-    _refuse_nan(nan)
+    _raise_if_nan(nan)
     return [max(hypotheses)[1] for hypotheses in finished]

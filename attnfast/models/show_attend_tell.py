@@ -99,7 +99,7 @@ class GridEncoder(nn.Module):
             if not isinstance(x, Sequence) or not all(map(is_int, x)):
                 raise_type_error(name, "integers, one per layer", describe(x))
         if not len(features) == len(strides) > 0:
-            expected = f"{len(features)}, one a layer of features, and a layer at least"
+            expected = f"{len(features)}, one for each layer of features, at least one layer"
             raise_value_error("strides", expected, len(strides))
         check_sizes(channels=channels)
         if not is_finite(place_scale):

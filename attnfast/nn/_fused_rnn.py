@@ -142,7 +142,7 @@ class Layer(NamedTuple):
         return self._replace(**own, weight_ih=weight, weight_ih_upper=None)
 
     def feed_size(self, features: int) -> int:
-        """Return the number of features that it reads in addition to its inputs."""
+        """Return the number of features that the layer reads in addition to its inputs."""
         size = self.rnn.input_size if self.weight_ih is None else self.weight_ih.shape[1]
         return size - features
 
@@ -177,7 +177,7 @@ class LayerOutputs(NamedTuple):
 
 
 def select_layer_backend(
-    attention: Any, memory: Memory | None, like: Tensor, wanted: str | None = None,
+    attention: Any, memory: Memory | None, like: Tensor, requested: str | None = None,
     history: Any = None, operator: str = RECURRENT.name, stack: bool = False,
 ) -> tuple[str | None, str]:  # fmt: skip
     """Return the backend whose operator runs a whole layer; without one, None and the reason."""
@@ -202,10 +202,10 @@ def select_layer_backend(
             return None, "its query projection is no plain nn.Linear, or its keys have heads"
         if memory.key.dtype != like.dtype or memory.key.device != like.device:
             return None, "keys and inputs differ in dtype or device"
-        wanted = memory.backend
+        requested = memory.backend
     half = like.dtype in HALF and like.device.type == "cpu"
     dtype = torch.float32 if half else like.dtype
-    backend = try_select_backend(wanted, like.device, dtype, operator, has_history, stack)
+    backend = try_select_backend(requested, like.device, dtype, operator, has_history, stack)
     normalisation = "softmax" if attention is None or has_history else attention.normalisation
     if backend is not None and not dispatch.supports_normalisation(normalisation, backend):
         return None, f"not {backend}: its kernels support only softmax"
@@ -213,10 +213,11 @@ def select_layer_backend(
         return backend, ""
     if not is_recording():
         return None, "no backend has the operator"
-    asked = like.device, dtype, operator, False, 0, has_history, stack
-    if wanted is None:
-        return None, "; ".join(reasons_against(None, *asked))
-    return None, f"{wanted}, as requested: {unsupported_reason(wanted, *asked) or 'plain PyTorch'}"
+    properties = like.device, dtype, operator, False, 0, has_history, stack
+    if requested is None:
+        return None, "; ".join(reasons_against(None, *properties))
+    reason = unsupported_reason(requested, *properties) or "plain PyTorch"
+    return None, f"{requested}, as requested: {reason}"
 
 
 def upcast_halves(call: Any) -> Any:
@@ -379,12 +380,12 @@ def attention_arguments(
 def _common_arguments(
     attention: Any, memory: Memory, backend: str, with_exponentials: bool
 ) -> dict[str, Any]:
-    """Return the arguments common to all kinds of attention, if wanted with key exponentials."""
-    exponentials, of_memory = None, None if is_tracing() else memory.shared_keys
-    if of_memory is not None:
-        of_memory.check_unchanged()
-        if with_exponentials and of_memory.backend == backend:
-            exponentials = of_memory.key_exponentials()
+    """Return the arguments common to all kinds of attention, on request with key exponentials."""
+    exponentials, shared_keys = None, None if is_tracing() else memory.shared_keys
+    if shared_keys is not None:
+        shared_keys.check_unchanged()
+        if with_exponentials and shared_keys.backend == backend:
+            exponentials = shared_keys.key_exponentials()
     scale = attention.scale if attention.scale is not None else memory.key.shape[-1] ** -0.5
     (scale,) = apply_temperature(attention.temperature, scale)
     query = attention.query_proj
@@ -549,7 +550,7 @@ def _drop(x: Any, mask: Tensor | None) -> Any:
 
 
 def _move_all(
-    every: list[Layer],
+    layers: list[Layer],
     x: Tensor,
     h: Tensor,
     c: Tensor | None,
@@ -558,12 +559,12 @@ def _move_all(
 ) -> tuple[Tensor, Tensor | None]:
     """Return the next states and cells of a stack ``[L, B, H]``."""
     states, cells = [], []
-    of_layers = [x for x in ("dropout", "dropout_state", "dropout_cell") if x in masks]
-    for i, layer in enumerate(every):
+    names = [x for x in ("dropout", "dropout_state", "dropout_cell") if x in masks]
+    for i, layer in enumerate(layers):
         if i and "dropout_between" in masks:
             x = x * masks["dropout_between"][i - 1]
-        own = {name: masks[name][i] for name in of_layers}
-        x, cell = _move(layer, x, h[i], None if c is None else c[i], own, zoneout)
+        layer_masks = {name: masks[name][i] for name in names}
+        x, cell = _move(layer, x, h[i], None if c is None else c[i], layer_masks, zoneout)
         states.append(x)
         cells.append(cell)
     return torch.stack(states), None if c is None else torch.stack(cells)  # type: ignore[arg-type]
@@ -578,16 +579,16 @@ def _move(
     zoneout: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the next state and cell."""
-    of_states = [masks.get(name) for name in ("dropout_state", "dropout_cell")]
-    if any(mask is not None for mask in of_states):
+    state_masks = [masks.get(name) for name in ("dropout_state", "dropout_cell")]
+    if any(mask is not None for mask in state_masks):
         now = _move(layer, x, h, c, {n: y for n, y in masks.items() if n == "dropout"}, zoneout)
-        made = zip(now, (h, c), of_states)
-        return tuple(x if m is None else dropped(x, before, m, zoneout) for x, before, m in made)  # type: ignore[return-value]
+        updates = zip(now, (h, c), state_masks)
+        return tuple(x if m is None else dropped(x, before, m, zoneout) for x, before, m in updates)  # type: ignore[return-value]
     if layer.rnn is not None:
-        every = h if h.dim() == 3 else h.unsqueeze(0)
+        hidden = h if h.dim() == 3 else h.unsqueeze(0)
         if c is None:
-            return layer.rnn(x.unsqueeze(1), every)[1].view_as(h), None
-        states = layer.rnn(x.unsqueeze(1), (every, c.view_as(every)))[1]
+            return layer.rnn(x.unsqueeze(1), hidden)[1].view_as(h), None
+        states = layer.rnn(x.unsqueeze(1), (hidden, c.view_as(hidden)))[1]
         return states[0].view_as(h), states[1].view_as(c)
     weights: Any = (layer.weight_ih, layer.weight_hh, layer.bias_ih, layer.bias_hh)
     if "dropout" in masks:
@@ -630,7 +631,7 @@ def run_rnn(
     if not is_plain(rnn, nn.GRU, nn.LSTM) or rnn.proj_size or not rnn.batch_first:
         reason = "it is no plain nn.GRU or nn.LSTM, batch first and without projections"
     elif (lstm and lengths is None) or input.is_cuda:
-        reason = "oneDNN is as quick for an nn.LSTM without lengths, and cuDNN quicker"
+        reason = "oneDNN is as fast for an nn.LSTM without lengths, and cuDNN faster"
     elif input.dim() != 3:
         reason = "its input is not [B, T, E]"
     else:

@@ -78,9 +78,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, backend: Any =
     rows = x.numel() // max(x.shape[-1], 1)
     reason = ""
     if rows < LEAST_ROWS or rows * weight.numel() < LEAST_WORK:
-        reason = "PyTorch is as quick for few rows or small weights"
+        reason = "PyTorch is as fast for few rows or small weights"
     elif torch.is_grad_enabled() and x.requires_grad != weight.requires_grad:
-        reason = "the operator saves input and weight both, and one needs no gradient"
+        reason = "the operator saves both input and weight, and only one needs a gradient"
     elif is_autocast_on() or has_tangents() or has_dispatch_mode():
         reason = "autocast, forward mode or a dispatch mode is on"
     elif try_select_backend(backend, x.device, x.dtype, LINEAR.name) is None:

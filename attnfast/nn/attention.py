@@ -123,7 +123,7 @@ class _Attention(nn.Module):
             self._check_states(states, values)
             if values is None and self._wants_values(memory, states):
                 raise_value_error(
-                    "values", "given, for the memory's are apart from its states", None
+                    "values", "given, because the memory's are separate from its states", None
                 )
             if values is not None and values.shape[0] == memory.key.shape[0]:
                 features = memory.value.shape[-1]

@@ -133,12 +133,12 @@ class MultiHopAttention(nn.Module):
         check_tensor("query", query)
         check_flag("need_weights", need_weights)
         if not isinstance(memory, MultiHopMemory) or not isinstance(memory.memories, tuple):
-            raise_type_error("memory", "what prepare(...) returns", describe(memory))
+            raise_type_error("memory", "a result of prepare(...)", describe(memory))
         wanted = self.hops if self.tying == "adjacent" else 1
         if len(memory.memories) != wanted:
             got = len(memory.memories)
             raise_value_error(
-                "memory", f"of {wanted} pairs of keys and values, one a hop or one for all", got
+                "memory", f"of {wanted} pairs of keys and values, one per hop or one for all", got
             )
         check_memory(memory.memories[0])
         key = memory.memories[0].key
@@ -311,8 +311,8 @@ class TopKAttention(_AttentionWrapper):
         memory = self.attention.prepare(states, lengths, mask, values)
         if memory.score == "dot":
             return TopKMemory(memory, memory.value)
-        few = memory.value[..., :1].detach().contiguous()  # only its scores are used
-        short = self.attention._remember(memory.key, few, lengths, mask)
+        one_column = memory.value[..., :1].detach().contiguous()  # only the scores are used
+        short = self.attention._remember(memory.key, one_column, lengths, mask)
         return TopKMemory(short, memory.value)
 
     def choose(self, state: Tensor, memory: TopKMemory) -> Tensor:
@@ -324,7 +324,7 @@ class TopKAttention(_AttentionWrapper):
             ValueError, TypeError: an argument does not fit; the message names it.
         """
         if not isinstance(memory, TopKMemory):
-            raise_type_error("memory", "what prepare(...) returns", describe(memory))
+            raise_type_error("memory", "a result of prepare(...)", describe(memory))
         keys, attention = memory.memory, self.attention
         attention._check_call(state, keys)
         with torch.no_grad():

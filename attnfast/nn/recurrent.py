@@ -284,30 +284,31 @@ class AttentionRNN(_AttentionWrapper):
         hidden, cells, packs, steps = [], [], [], []
         x, layers, stack = input, list(range(self.num_layers)), self._is_stack
         for numbers in [layers] if stack else [[i] for i in layers]:
-            of_all: Any = (start.hidden, start.cell, start.packed)
+            initial: Any = (start.hidden, start.cell, start.packed)
             first = numbers[0]
-            own: Any = of_all if stack else [None if y is None else y[first] for y in of_all]
-            h, c, packed = own
+            if not stack:
+                initial = [None if y is None else y[first] for y in initial]
+            h, c, packed = initial
             dropout = dropout_between = None
             if self.training:
                 dropout = self._mask(self.recurrent_dropout, h, h.shape)
             if self.training and stack:
                 above = (self.num_layers - 1, *x.shape[:2], self.hidden_size)
                 dropout_between = self._mask(self.dropout, h, above)
-            done = run_layer(
+            outputs = run_layer(
                 self._layer(*numbers), x, RecurrentState(h, c, start.feed, start.history, packed),
                 *((None, None) if first else (self.attention, memory)), target_lengths=lengths,
                 dropout=dropout, dropout_between=dropout_between, need_weights=bool(need_weights),
             )  # fmt: skip
-            steps.append(done)
-            hidden.append(last_of(done.states, h, lengths))
-            if done.cells is not None:
-                cells.append(last_of(done.cells, c, lengths))
-            packs.append(done.packed)
+            steps.append(outputs)
+            hidden.append(last_of(outputs.states, h, lengths))
+            if outputs.cells is not None:
+                cells.append(last_of(outputs.cells, c, lengths))
+            packs.append(outputs.packed)
             contexts = steps[0].contexts
             if numbers[-1] + 1 < self.num_layers:
                 assert contexts is not None
-                y = F.dropout(done.states, self.dropout, self.training)
+                y = F.dropout(outputs.states, self.dropout, self.training)
                 x = torch.cat([y, contexts], -1)
         attended, feed = steps[0], start.feed
         fed = contexts if attended.attentional is None else attended.attentional

@@ -145,7 +145,7 @@ class HardAttention(_AttentionWrapper):
             TypeError: ``memory`` is not from :meth:`prepare`.
         """
         if not isinstance(getattr(memory, "value", None), Tensor):  # all memories have values
-            raise_type_error("memory", "what prepare(...) returns", describe(memory))
+            raise_type_error("memory", "a result of prepare(...)", describe(memory))
         zeros = memory.value.new_zeros(memory.value.shape[0])
         zeros = zeros if zeros.dtype == torch.float64 else zeros.float()
         share = self.average if self.training else 0.0

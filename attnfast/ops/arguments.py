@@ -98,8 +98,8 @@ def raise_on_tangents(inputs: Iterable[Any]) -> None:
         isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in inputs
     ):
         raise RuntimeError(
-            "attention has no forward-mode derivative on the compiled backends; "
-            "backend='reference' has"
+            "attention has no forward-mode derivative on the compiled backends: use "
+            "backend='reference'"
         )
 
 
@@ -150,7 +150,7 @@ def autocast_call(call: Any) -> Any:
 
 
 def as_returned(weights: Tensor, dtype: torch.dtype, needed: bool) -> Tensor | None:
-    """Return the weights of an operator as users get them."""
+    """Return the weights of an operator in the caller's dtype, or None if they are not needed."""
     if not needed:
         return None
     return weights if weights.dtype == dtype else weights.to(dtype)

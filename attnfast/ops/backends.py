@@ -36,7 +36,7 @@ PACKAGE = Path(__file__).parents[1]
 def not_installed() -> str | None:
     """Return why neither compiled libraries nor Triton kernels can be found, or None.
 
-    The sources' folder comes before the installed package where Python was started in it.
+    If Python is started in the folder of the sources, it imports them, not the installed package.
     """
     if importlib.util.find_spec("attnfast.kernels") is not None:
         return None
@@ -94,9 +94,9 @@ def architectures() -> list[tuple[int, int]]:
 
 
 def not_built_for(own: tuple[int, int], built: list[tuple[int, int]]) -> str | None:
-    """Return why a library of these :func:`architectures` runs on no such GPU, or None.
+    """Return why a library ``built`` for these capabilities cannot run on a GPU's ``own``, or None.
 
-    Machine code runs on later minor versions of its major one, PTX on everything later.
+    Machine code runs on later minor versions of the same major one, PTX on all later versions.
     """
     alike = [x for x in built if x[0] == own[0] and not {x, own} & ALONE]
     if own in built or own >= built[-1] or any(own >= x for x in alike):
@@ -176,7 +176,7 @@ class Triton(Backend):
             if request.dtype == torch.bfloat16:
                 return "Triton's interpreter computes bfloat16 wrongly"
             on_cpu = request.device.type == "cpu"
-            return None if on_cpu else "TRITON_INTERPRET=1 asks for CPU tensors"
+            return None if on_cpu else "TRITON_INTERPRET=1 needs CPU tensors"
         if request.device.type != "cuda":
             return f"it runs on CUDA tensors, not on {request.device.type}"
         if torch.version.hip is None:
@@ -241,7 +241,7 @@ class Cpu(Backend):
             is_quicker = _library("_C_cpu").attnfast_linear_is_quicker
             is_quicker.restype = ctypes.c_bool
             if not is_quicker():
-                return "PyTorch's own product is as quick on this processor"
+                return "PyTorch's own product is as fast on this processor"
         return None
 
     def rank(self, request: DispatchKey) -> float:
@@ -271,9 +271,9 @@ BACKENDS: dict[str, Backend] = {x.name: x for x in (Triton(), Cuda(), Cpu(), Ref
 
 
 @functools.cache
-def unsupported_reason(backend: str, *asked) -> str | None:
-    """Return why a backend cannot run a call, or None; ``asked``: fields of a DispatchKey."""
-    return BACKENDS[backend].unsupported_reason(DispatchKey(*asked))
+def unsupported_reason(backend: str, *properties) -> str | None:
+    """Return why a backend cannot run a call, or None; ``properties``: fields of a DispatchKey."""
+    return BACKENDS[backend].unsupported_reason(DispatchKey(*properties))
 
 
 def check_backend(backend: object) -> None:
@@ -289,9 +289,9 @@ def ranked_backends(request: DispatchKey) -> list[str]:
 
 
 @functools.cache
-def _best(backend: str | None, *asked) -> str | None:
-    order = ranked_backends(DispatchKey(*asked)) if backend is None else [backend]
-    able = (x for x in order if x != "reference" and unsupported_reason(x, *asked) is None)
+def _best(backend: str | None, *properties) -> str | None:
+    order = ranked_backends(DispatchKey(*properties)) if backend is None else [backend]
+    able = (x for x in order if x != "reference" and unsupported_reason(x, *properties) is None)
     return next(able, None)
 
 
@@ -310,25 +310,25 @@ def _warn_of_reference(reasons: str) -> None:
 
 
 @functools.cache
-def _choose(backend: str | None, *asked) -> str:
+def _choose(backend: str | None, *properties) -> str:
     if backend is None:
-        order = ranked_backends(DispatchKey(*asked))
-        chosen = next(name for name in order if unsupported_reason(name, *asked) is None)
+        order = ranked_backends(DispatchKey(*properties))
+        chosen = next(name for name in order if unsupported_reason(name, *properties) is None)
         if chosen == "reference":
-            _warn_of_reference("; ".join(reasons_against(chosen, *asked)))
+            _warn_of_reference("; ".join(reasons_against(chosen, *properties)))
         return chosen
-    reason = unsupported_reason(backend, *asked)
+    reason = unsupported_reason(backend, *properties)
     if reason is not None:
         raise RuntimeError(f"backend {backend!r} cannot run this call: {reason}")
     return backend
 
 
 @constant_in_graphs
-def reasons_against(chosen: str | None, *asked) -> tuple[str, ...]:
+def reasons_against(chosen: str | None, *properties) -> tuple[str, ...]:
     """Return a sentence for each compiled backend that ranks above the chosen one, or for all."""
-    names = [x for x in ranked_backends(DispatchKey(*asked)) if x != "reference"]
+    names = [x for x in ranked_backends(DispatchKey(*properties)) if x != "reference"]
     better = names[: names.index(chosen)] if chosen in names else names
-    reasons = {name: unsupported_reason(name, *asked) for name in better}
+    reasons = {name: unsupported_reason(name, *properties) for name in better}
     return tuple(f"not {name}: {reason}" for name, reason in reasons.items() if reason)
 
 
@@ -363,11 +363,11 @@ def select_backend(
     name = (
         backend if backend is None else str.__str__(backend)
     )  # the string of an enumeration member
-    asked = device, dtype, operator, step, filters, False, False, score
-    chosen = _choose(name, *asked)
+    properties = device, dtype, operator, step, filters, False, False, score
+    chosen = _choose(name, *properties)
     if is_recording():
         if name is None:
-            record(operator, chosen, *reasons_against(chosen, *asked))
+            record(operator, chosen, *reasons_against(chosen, *properties))
         else:
             record(operator, f"{chosen}, as requested")
     return chosen

@@ -26,8 +26,8 @@ from attnfast.ops.operators import Operator, implement
 
 #: The log-probability of an impossible word: that of the smallest normal float32.
 LOWEST = math.log(torch.finfo(torch.float32).tiny)
-#: The logarithm of the largest gradient of a log-probability; a copy probability whose logarithm is
-#: below its negative counts as 0.
+#: The logarithm of the largest gradient of a log-probability; a copy probability of less than e to
+#: the power of −MAX_LOG_GRADIENT counts as 0.
 MAX_LOG_GRADIENT = 80
 
 

@@ -28,7 +28,7 @@ __all__ = ["run", "run_attention"]
 def run(operator: ForwardOperator, call: Any, backend: str) -> Any:
     """Return the operator's results on a backend, which must support the call.
 
-    A call that fails is checked, for an error that names the argument.
+    If the call fails, its arguments are checked, so that the error names the argument.
     """
     if backend == "reference":
         operator.check(call)
@@ -37,12 +37,12 @@ def run(operator: ForwardOperator, call: Any, backend: str) -> Any:
         raise_on_tangents(call)
         if not torch.is_grad_enabled():
             return operator(backend, call)
-        shows = needs_gradient(call)
-        if not shows and not is_transformed():  # a transform hides that a tensor requires one
+        requires_grad = needs_gradient(call)
+        if not requires_grad and not is_transformed():  # a transform hides requires_grad
             return operator(backend, call)
         if call._fields[-1] == "need_weights":  # the backward reads them
             call = unchecked(type(call), (*call[:-1], True))
-        if not shows or is_tracing():
+        if not requires_grad or is_tracing():
             return operator(backend, call)
         return operator.differentiable(backend, call)
     except Exception:

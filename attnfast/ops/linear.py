@@ -1,4 +1,4 @@
-"""A linear layer, ``y = x Wᵀ + b``: the products before and after a decoder's steps.
+"""A linear layer, ``y = x Wᵀ + b``, for the products before and after a decoder's steps.
 
 This file is the contract, as :mod:`attnfast.ops.attention` is of attention without history.
 """

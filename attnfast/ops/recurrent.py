@@ -7,7 +7,8 @@
     input feeding   the same with f_t = tanh(W_o [c_t; h_t] + b_o)
 
 with the query ``W_q h + b_q``, or h itself. The cells and the names and shapes of their parameters
-are PyTorch's. Layers above the first read the states of the one below, and h is the last one's::
+are PyTorch's. Layers above the first read the states of the layer below, and h is the state of the
+last layer::
 
     h¹_t = cell([x_t; ·], h¹_{t−1});  hˡ_t = cell(hˡ⁻¹_t, hˡ_{t−1})
 """
@@ -84,7 +85,7 @@ class RecurrentInputs(NamedTuple):
     ``weight_hh``, ``bias_ih``, ``bias_hh``, ``dropout``, ``dropout_state``, ``dropout_cell`` and
     the results ``states``, ``cells`` and ``gates`` are stacked, ``[L, ..]``. ``dropout_between [L −
     1, B, T, H]`` is of the inputs of the layers above the first. ``key_exponentials`` is that of
-    :class:`AttentionInputs`; ``packed`` is what ``pack`` of the same backend returned for the
+    :class:`AttentionInputs`; ``packed`` is the result of the same backend's ``pack`` for the
     parameters.
     """
 
@@ -382,12 +383,12 @@ def check(call: RecurrentInputs) -> None:
         if getattr(call, name) is not None and getattr(call, of) is None:
             raise_value_error(name, f"None without {of}", "a tensor")
     if call.feed is not None and call.attends_first:
-        raise_value_error("feed", "None for what attends first", "a tensor")
+        raise_value_error("feed", "None for a layer that attends first", "a tensor")
     if call.packed is not None and call.weight_gate is not None:
         raise_value_error("packed", "None with a weight_gate", "a tensor")
     check_choice("output_activation", call.output_activation, OUTPUT_ACTIVATIONS)
     if call.weight_output is not None and call.attends_first:
-        raise_value_error("weight_output", "None for what attends first", "a tensor")
+        raise_value_error("weight_output", "None for a layer that attends first", "a tensor")
     A = H if call.weight_query is None else call.weight_query.shape[0]
     Dv, F = 0 if call.value is None else call.value.shape[-1], feed_size(call)
     shapes: dict[str, tuple[int, ...]] = {
@@ -410,7 +411,7 @@ def check(call: RecurrentInputs) -> None:
     if call.packed is not None:
         check_tensor("packed", call.packed)
         if call.packed.dtype != torch.uint8 or call.packed.device != call.input.device:
-            raise_value_error("packed", "what the backend has packed", call.packed.dtype)
+            raise_value_error("packed", "a result of the backend's pack", call.packed.dtype)
     if call.key is not None:
         query = call.input.new_empty(B, T, A)
         plain = attention_of(call, query, slice(None))
@@ -457,33 +458,33 @@ def fake(call: RecurrentInputs) -> RecurrentOutputs:
     """Return empty results."""
     (B, T, _), H = call.input.shape, call.hidden.shape[-1]
 
-    def room(wanted: Any, columns: int, lead: tuple[int, ...] = ()) -> Tensor:
-        return call.input.new_empty((*lead, B, T, columns) if wanted else (0,))
+    def empty(needed: Any, columns: int, lead: tuple[int, ...] = ()) -> Tensor:
+        return call.input.new_empty((*lead, B, T, columns) if needed else (0,))
 
     attends = call.key is not None
     projects = call.weight_query is not None or call.dropout_query is not None
     A = H if call.weight_query is None else call.weight_query.shape[0]
     Tk, Dv = (0, 0) if call.value is None else call.value.shape[-2:]
     return RecurrentOutputs(
-        room(True, H, layers(call)),
-        room(call.mode == "lstm", H, layers(call)),
-        room(attends, Dv),
-        room(attends, Tk),
-        room(call.weight_output is not None, feed_size(call)),
+        empty(True, H, layers(call)),
+        empty(call.mode == "lstm", H, layers(call)),
+        empty(attends, Dv),
+        empty(attends, Tk),
+        empty(call.weight_output is not None, feed_size(call)),
         call.input.new_empty((0,) if call.coverage is None else (B, Tk)),
         call.input.new_empty((0,) if call.coverage is None else (B,)),
-        room(attends and (projects or call.attends_first), A),
-        room(SAVED_GATES[call.mode], SAVED_GATES[call.mode] * H, layers(call)),
-        room(call.transition_prob is not None, Tk),
-        room(call.normalisation == "sigmoid", 1),
-        room(call.weight_gate is not None, Dv),
+        empty(attends and (projects or call.attends_first), A),
+        empty(SAVED_GATES[call.mode], SAVED_GATES[call.mode] * H, layers(call)),
+        empty(call.transition_prob is not None, Tk),
+        empty(call.normalisation == "sigmoid", 1),
+        empty(call.weight_gate is not None, Dv),
     )
 
 
 def _fake_backward(call: RecurrentBackward) -> RecurrentGradients:
-    def like(name: str, wanted: bool) -> Tensor:
+    def like(name: str, needed: bool) -> Tensor:
         x = getattr(call, name)
-        return call.input.new_empty(x.shape if wanted and x is not None else (0,))
+        return call.input.new_empty(x.shape if needed and x is not None else (0,))
 
     grads = {x: like(x, call.need_grad_parameters) for x in PARAMETERS if x != "bias_gate"}
     grads["bias_gate"] = call.input.new_empty(grads["weight_gate"].shape[:1])

@@ -345,21 +345,21 @@ def recurrent(call: RecurrentInputs) -> RecurrentOutputs:
             return query, context.squeeze(1), weights.squeeze(1)
         step = coverage_of(call, *now, past[0], past[1])
         if padding is not None:
-            seen = ~padding[:, t : t + 1]
-            step = step._replace(mask=seen if step.mask is None else seen & step.mask)
-        made = coverage_attention(step)
-        loss = loss + made.loss
-        weights = made.weights.squeeze(1)
+            row_mask = ~padding[:, t : t + 1]
+            step = step._replace(mask=row_mask if step.mask is None else row_mask & step.mask)
+        outputs = coverage_attention(step)
+        loss = loss + outputs.loss
+        weights = outputs.weights.squeeze(1)
         if call.normalisation == "sigmoid":
-            results["sigmoid_sum"].append(made.sigmoid_sum)
+            results["sigmoid_sum"].append(outputs.sigmoid_sum)
         if call.transition_prob is None:
-            past = made.coverage, weights
+            past = outputs.coverage, weights
         else:
-            past = made.coverage, made.log_weights.squeeze(1)
+            past = outputs.coverage, outputs.log_weights.squeeze(1)
             results["log_weights"].append(past[1])
         if call.detach_history:
             past = past[0].detach(), past[1].detach()
-        return query, made.context.squeeze(1), weights
+        return query, outputs.context.squeeze(1), weights
 
     def attend_and_gate(h: Tensor, t: int) -> tuple[Tensor, Tensor, Tensor]:
         query, context, weights = attend(h, t)

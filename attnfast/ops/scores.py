@@ -60,18 +60,18 @@ def _save(ctx: Any, inputs: Any, output: Any) -> None:
 def _gradients(ctx: Any, backend: str, grad: Tensor) -> tuple[Tensor | None, ...]:
     """Return the gradients of the inputs, from those of the scores."""
     query, key, score_vector = ctx.saved_tensors
-    of_query, *of_keys = ctx.needs_input_grad[:3]
+    need_query, *need_keys = ctx.needs_input_grad[:3]
     nothing, grad = query.new_empty(*query.shape[:-1], 0), grad.contiguous()
-    found = ATTENTION.backward(
+    gradients = ATTENTION.backward(
         backend,
         AttentionBackward(
             nothing, None, None, query, key, key[..., :0], score_vector, None, None, 0, None,
             weights=grad, grad_score=grad, scale=1.0, score=ctx.score, normalisation="softmax",
-            need_grad_query=of_query, need_grad_key=any(of_keys), need_grad_score=False,
+            need_grad_query=need_query, need_grad_key=any(need_keys), need_grad_score=False,
         ),
     )  # fmt: skip
-    made = (found.grad_query, found.grad_key, found.grad_score_vector)
-    return *(x if need else None for x, need in zip(made, (of_query, *of_keys))), None
+    results = (gradients.grad_query, gradients.grad_key, gradients.grad_score_vector)
+    return *(x if need else None for x, need in zip(results, (need_query, *need_keys))), None
 
 
 class _ScoreOperator(ForwardOperator):

@@ -116,7 +116,7 @@ def write_atomically(path: Path, content: bytes) -> None:
                 os.unlink(temporary)
 
 
-def _refuse_numbers_that_are_not_finite(model: Seq2Seq, name: str | Path) -> None:
+def _check_finite(model: Seq2Seq, name: str | Path) -> None:
     for parameter, value in model.state_dict().items():
         if not value.isfinite().all():
             raise InputError(
@@ -134,7 +134,7 @@ def save(path: Path, config: Config, model: Seq2Seq, tokenizer: Tokenizer, **sta
         InputError: a parameter is not finite, or the file cannot be written; an existing file is
             unchanged.
     """
-    _refuse_numbers_that_are_not_finite(model, path)
+    _check_finite(model, path)
     proto = torch.frombuffer(bytearray(tokenizer.content()), dtype=torch.uint8)
     parts = {
         "format": FORMAT,
@@ -174,7 +174,7 @@ def load(path: str | Path) -> dict[str, Any]:
     if number != FORMAT:
         raise InputError(
             f"{path}: expected a checkpoint of format {FORMAT}, got {number}, "
-            "which another attnfast has written"
+            "which another version of attnfast has written"
         )
     return state
 
@@ -201,5 +201,5 @@ def restore(
             f"{name}: expected a checkpoint of this version, got parts that do not fit: "
             f"{first_line(error)[:60]}"
         ) from error
-    _refuse_numbers_that_are_not_finite(model, name)
+    _check_finite(model, name)
     return config, model.eval(), load_tokenizer(kind, content)

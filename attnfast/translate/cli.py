@@ -259,7 +259,7 @@ def score(args: argparse.Namespace) -> None:
 
 
 def inspect(args: argparse.Namespace) -> None:
-    """Print a table of what attention does; write a page with a map of each sentence."""
+    """Print a table of measurements of attention; write a page with a map of each sentence."""
     from attnfast.models import FixedContext
     from attnfast.translate import inspect_report
     from attnfast.translate.checkpoint import check_file, write_atomically

@@ -115,7 +115,7 @@ def read_alignments(path: str | Path, pairs: Sequence[tuple[str, str]]) -> list[
     """
     lines = read_lines(path)
     if len(lines) != len(pairs):
-        raise InputError(f"{path}: expected {len(pairs)} lines, one a pair, got {len(lines)}")
+        raise InputError(f"{path}: expected {len(pairs)} lines, one per pair, got {len(lines)}")
     alignments = []
     for number, (line, pair) in enumerate(zip(lines, pairs), 1):
         links, counts = Links(set(), set()), [len(text.split()) for text in pair]

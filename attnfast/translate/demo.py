@@ -42,7 +42,8 @@ class Settings(NamedTuple):
     Args:
         pairs, test_pairs: sentences to learn from, and others to translate.
         steps, batch_size, learning_rate: of the training.
-        dim: features of words and of each encoder direction; decoder and attention have twice.
+        dim: features of words and of each encoder direction; decoder and attention have twice as
+            many.
         lengths, repeats: sentence lengths of the time and memory charts, and the number of timings
             of each.
     """

@@ -42,12 +42,12 @@ def translate(
         model: it runs in evaluation mode, independently of its current mode.
         lines: one sentence each.
         beam: width of the search; 1 is greedy.
-        max_length: a longer source, in tokens, is cut to this; None reads it whole.
+        max_length: tokens to which a longer source is truncated; None reads it whole.
         batch_size: sentences of similar length that are searched together; fewer if they are long.
         max_output_length: the most tokens of a translation; None leaves it to the model.
         name: of the text, in warnings and errors that name a line.
-        warn: called with a sentence about a line that was cut or holds unknown words, or whose
-            translation is as long as the search allows.
+        warn: called with a sentence about each line that was truncated, that has unknown words, or
+            whose translation is as long as the search allows.
         progress: called after each batch with the number of lines in it.
 
     Raises:

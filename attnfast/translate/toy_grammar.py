@@ -155,7 +155,9 @@ class Grammar:
         return self._random.random() < probability
 
     def noun_phrase(self, case: str, relatives: float) -> Phrase:
-        """Draw a noun with its article, maybe an adjective and, so probable, a relative clause."""
+        """Draw a noun with its article, perhaps an adjective and, with probability ``relatives``, a
+        relative clause.
+        """
         noun, plural = self._random.choice(NOUNS), self._chance(0.4)
         article, ending = agreement(noun.gender, plural, case)
         words = [translations("the", article)]

@@ -180,7 +180,7 @@ class AttentionLog:
         self.rows += int(targets.sum())
 
     def means(self) -> dict[str, float]:
-        """Return the means, none without attention."""
+        """Return the means; an empty dictionary without attention."""
         return {name: x / max(self.rows, 1) for name, x in self.sums.items()}
 
 

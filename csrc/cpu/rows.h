@@ -205,8 +205,8 @@ C exponentiate(const Row<C>& s, C top, int64_t first, C* statistics) {
 // Alternatively, replace the scores by the weights of sparsemax (alpha 2) or 1.5-entmax, up to rounding,
 // and return their sum. With z = (alpha - 1) (score - top):
 //   p = max(0, z - t)^r,  r = 1 / (alpha - 1),  with the threshold t of sum p = 1
-// Newton's method starts below t, where the sum is convex and falls, so only rounding takes it past t:
-// the last step leads back. NaN stays.
+// Newton's method starts below t, where the sum is convex and falls, so only rounding takes it past
+// t; the next step then lowers it and is the last. NaN stays.
 template <class C, template <class> class Row>
 C entmax(const Row<C>& s, C top, Normalisation normalisation) {
   constexpr int kLanes = Vector<C>::width;
@@ -298,7 +298,7 @@ void multiply_by(C scale, int64_t n, C* x) {
     for (int64_t j = 0; j < n; ++j) x[j] *= scale;
 }
 
-// Add the bias to the scores of columns [from, to) and hide what the mask hides.
+// Add the bias to the scores of columns [from, to), and hide the keys at which the mask is false.
 template <class T, class C>
 void finish_scores(const Problem& a, const Item& item, int64_t i, int64_t from, int64_t to, C* s) {
   const int64_t n = to - from;

@@ -100,7 +100,7 @@ struct StateParameters {
   int64_t masked(const Layer& a) const { return (copies - 1) * a.H; }
 };
 
-// ---- what both ways share -----------------------------------------------------------------------
+// ---- code shared by forward and backward --------------------------------------------------------
 
 // Raise if an argument is given that no kernel here supports.
 template <class Arguments>
@@ -531,7 +531,7 @@ class BackwardLoop {
         matrix_rows(grads.grad_hidden));
   }
 
-  // Compute the gradient of weight_ih, which multiplies the inputs and what is fed.
+  // Compute the gradient of weight_ih, which multiplies the inputs and the fed vectors.
   void multiply_inputs() {
     const Tensor through = turned(matrix(of_inputs));
     Tensor input = packed(given.input);

@@ -106,7 +106,7 @@ __device__ SoftmaxPart<C> join(int64_t parts, const Part& part) {
   return all;
 }
 
-// Return what a row's statistics come from, joined from its parts in order; for one thread.
+// Return the sums of a row's statistics, combined from its parts in order; for one thread.
 template <class C, class Part>
 __device__ Described<C> described(int64_t parts, const Part& part) {
   SoftmaxPart<C> before = {};

@@ -151,7 +151,7 @@ def main(checkouts: Path) -> int:
         ).stdout.strip()
         passed = [sum(x == "passed" for x in of.values()) for of in (plain, served)]
         of_adapters = ", ".join(f"{n} × {x}" for x, n in made["served"].items()) or "none"
-        of_adapters += "".join(f"; {n} × {x} left alone" for x, n in made["skipped"].items())
+        of_adapters += "".join(f"; {n} × {x} skipped" for x, n in made["skipped"].items())
         print(f"| {name} | {commit} | {passed[0]}, {len(plain)} | {passed[1]} | {of_adapters} |")
         for test in sorted(plain.keys() | served.keys()):
             if plain.get(test) != served.get(test):

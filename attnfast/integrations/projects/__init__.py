@@ -1,4 +1,4 @@
 """The adapters of other projects' attention: a file for each project, with a list ``ADAPTERS``.
 
-``DISTRIBUTIONS`` names what the project releases on PyPI: `make hosts` looks there for its classes.
+``DISTRIBUTIONS`` names the project's packages on PyPI, where `make hosts` looks for its classes.
 """

@@ -1,4 +1,4 @@
-"""bentrevett's tutorials, which people copy: attention, which returns weights alone, and model."""
+"""bentrevett's tutorials, which people copy: attention that returns weights alone, and models."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from attnfast.nn._fused_rnn import Layer, RecurrentState
 
 
 def parts(attention):
-    """Return the projection and the weight of the score, of an edition's names."""
+    """Return the projection and the weight of the score, whose names depend on the edition."""
     layer = attention.attn if hasattr(attention, "attn") else attention.attn_fc
     v = attention.v if hasattr(attention, "v") else attention.v_fc
     return layer, getattr(v, "weight", v)
@@ -48,11 +48,11 @@ class Bentrevett:
 class Steps:
     """c = attend(h), h = cell([x; c], h), y = W [h; c; x] + b, for all words x of a target."""
 
-    def forward(self, input, hidden, encoder_outputs, mask=None, own=()):
+    def forward(self, input, hidden, encoder_outputs, mask=None, predicted=()):
         """Take words [T, B] instead of those of one step, and return predictions [T, B, V].
 
-        The words at the steps ``own`` are what the step before predicts: they are found first,
-        without gradients, so that all steps are one operator.
+        At the steps ``predicted`` the word is the prediction of the step before. These words are
+        computed first, without gradients, so that one operator then runs all steps.
         """
         linear, weight = parts(self.attention)
         source = batch_first(self.attention, encoder_outputs)
@@ -74,9 +74,9 @@ class Steps:
 
         with torch.no_grad():
             words, state, first = words.clone(), RecurrentState(hidden), 0
-            for t in own:
-                steps, every = steps_of(first, t, state)
-                words[:, t] = output(every[:, -1]).argmax(1)
+            for t in predicted:
+                steps, features = steps_of(first, t, state)
+                words[:, t] = output(features[:, -1]).argmax(1)
                 state = RecurrentState(steps.states[:, -1], packed=steps.packed or state.packed)
                 first = t
         return output(steps_of(0, len(input), RecurrentState(hidden))[1]).transpose(0, 1)
@@ -103,9 +103,11 @@ def translated(self, trg, ratio, *sources):
     if reason:
         raise UnsupportedCall(reason)
     source, hidden = self.encoder(*sources)
-    seen = self.create_mask(sources[0]) if hasattr(self, "create_mask") else None
-    own = [t for t in range(1, T) if not random.random() < ratio]
-    steps = Steps.forward(decoder, trg[:-1], hidden, source, seen, [t for t in own if t < T - 1])
+    mask = self.create_mask(sources[0]) if hasattr(self, "create_mask") else None
+    predicted = [t for t in range(1, T) if not random.random() < ratio]
+    steps = Steps.forward(
+        decoder, trg[:-1], hidden, source, mask, [t for t in predicted if t < T - 1]
+    )
     zeros = torch.zeros(1, B, decoder.output_dim, device=self.device)
     return torch.cat([zeros, steps]).to(zeros.dtype)
 
@@ -153,15 +155,15 @@ def translate(model, draw, packed):
         B, Tk = len(lengths), max(lengths)
         src = draw.words(sizes[0], B, Tk).masked_fill(~draw.seen(lengths, Tk), pad).T
         src[0] = (pad + 1) % sizes[0]
-        of_source = [src, draw.numbers(*lengths).cpu()][: 1 + packed]
+        source = [src, draw.numbers(*lengths).cpu()][: 1 + packed]
         for ratio in (1.0, 0.6):
             for T in draw.steps(5, 2):
                 with seeded():
-                    yield model(*of_source, draw.words(sizes[1], B, T).T, ratio)
+                    yield model(*source, draw.words(sizes[1], B, T).T, ratio)
 
 
 def why_not_whole(model):
-    """Say what of a model the operator does not know, or None."""
+    """Return why the operator cannot run a model, or None."""
     from attnfast.integrations.inspection import unsupported_attributes  # it imports the adapters
 
     decoder = model.decoder
@@ -207,7 +209,7 @@ ADAPTERS = [
             known_attributes=["random", "device", "create_mask", "src_pad_idx"],
             attention="decoder.attention",
             example=partial(translate, packed=packed),
-            weight_scale=2.0,  # a recurrence makes more of rounding
+            weight_scale=2.0,  # a recurrence amplifies rounding errors
             skip_reason=why_not_whole,
             note=f"a row without keys has weights 0 instead of equal ones; {LOOP}",
         )

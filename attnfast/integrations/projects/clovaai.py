@@ -84,7 +84,7 @@ ADAPTERS = [
         known_attributes=["device", "_char_to_onehot"],
         attention="attention_cell",
         example=recognise,
-        weight_scale=2.0,  # a recurrence makes more of rounding
+        weight_scale=2.0,  # a recurrence amplifies rounding errors
         note="its own code runs without a text",
         dtype=torch.float32,
     ),

@@ -139,19 +139,19 @@ class Decoder:
         self._init_states(inputs, mask=mask)
         self.attention.init_states(inputs)
         h = frames.new_zeros(len(inputs), self.attention_rnn.hidden_size)
-        of_first, of_above, of_stop = draw_masks(frames.shape[1], h, dropouts)
-        of_state, of_cell = (None, None) if of_first is None else of_first
+        first_masks, upper_mask, stop_mask = draw_masks(frames.shape[1], h, dropouts)
+        state_mask, cell_mask = (None, None) if first_masks is None else first_masks
         steps = attended(
             self, layers[0], frames, inputs, self.processed_inputs, mask,
-            dropout_state=of_state, dropout_cell=of_cell,
+            dropout_state=state_mask, dropout_cell=cell_mask,
         )  # fmt: skip
         s = frames.new_zeros(len(inputs), self.decoder_rnn.hidden_size)
         joined = torch.cat([steps.states, steps.contexts], -1)
-        upper = run_layer(layers[1], joined, RecurrentState(s, s), dropout_state=of_above)
+        upper = run_layer(layers[1], joined, RecurrentState(s, s), dropout_state=upper_mask)
         made = self.linear_projection(torch.cat([upper.states, steps.contexts], -1))
         ends = torch.cat([upper.states, made], -1)
         ends = ends.detach() if self.separate_stopnet else ends
-        ends = self.stopnet[1](apply_mask(ends, of_stop))
+        ends = self.stopnet[1](apply_mask(ends, stop_mask))
         self.query, self.attention_rnn_cell_state = steps.states[:, -1], steps.cells[:, -1]
         self.decoder_hidden, self.decoder_cell = upper.states[:, -1], upper.cells[:, -1]
         self.context = steps.contexts[:, -1]
@@ -219,7 +219,7 @@ ADAPTERS = [
         ],
         attention="attention",
         example=speak,
-        weight_scale=4.0,  # a recurrence makes more of rounding
+        weight_scale=4.0,  # a recurrence amplifies rounding errors
         skip_reason=why_not_whole,
         note=f"{EMPTY}; {LOOP}",
         dtype=torch.float32,

@@ -27,7 +27,7 @@ def seen(key, valid_lens):
 
 
 def attended(self, query, key, values, valid_lens, score_vector=None, scale=1.0):
-    """Attend, and keep the weights; where they are dropped the context is of what is left."""
+    """Attend, and store the weights before their dropout; the context is computed after it."""
     mask = None if valid_lens is None else seen(key, valid_lens)
     drops = self.dropout.training and self.dropout.p > 0
     value = None if drops else values
@@ -96,9 +96,9 @@ def translate(decoder, draw):
     for lengths in draw.sources((5, 2, 4), (3, 1)):
         B, Tk = len(lengths), max(lengths)
         source = draw(Tk, B, features)
-        of_state = decoder.rnn.num_layers, B, decoder.rnn.hidden_size
-        for seen in (draw.numbers(*lengths), None):
-            state = decoder.init_state((source, draw(*of_state)), seen)
+        state_shape = decoder.rnn.num_layers, B, decoder.rnn.hidden_size
+        for valid_lens in (draw.numbers(*lengths), None):
+            state = decoder.init_state((source, draw(*state_shape)), valid_lens)
             for T in draw.steps(4, 1, 2):
                 out, state = decoder(draw.words(words, B, T), state)
                 yield out, list(state), list(decoder._attention_weights)
@@ -135,7 +135,7 @@ ADAPTERS = [
         known_attributes=["_attention_weights", "attention_weights"],
         attention="attention",
         example=translate,
-        weight_scale=4.0,  # a recurrence makes more of rounding
+        weight_scale=4.0,  # a recurrence amplifies rounding errors
         skip_reason=lambda decoder: gru_skip_reason(decoder.rnn),
         note=f"{EMPTY}; {LOOP}, and training with dropout",
     ),

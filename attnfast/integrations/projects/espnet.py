@@ -34,7 +34,7 @@ SCORED = [*KEYS, "gvec.weight", "gvec.bias"]
 
 
 def begin(self, states, lengths, z, key=None):
-    """Keep what the project keeps of a source; return the decoder's state."""
+    """Store the attributes that the project stores for a source; return the decoder's state."""
     if self.pre_compute_enc_h is None or getattr(self, "han_mode", False):
         self.enc_h, self.h_length = states, states.size(1)
         self.pre_compute_enc_h = (key or self.mlp_enc)(states)
@@ -85,7 +85,7 @@ def call(attention, draw, *args, **more):
 
 
 def example(attention, draw, call=call):
-    """Call any of ESPnet's attention; of the sources it sees the first, or in han_mode all."""
+    """Call any of ESPnet's classes, which cache the first source except in han_mode."""
     for lengths in draw.sources([5, 2, 4], [3, 6]):
         attention.reset()
         lengths = list(lengths)
@@ -107,7 +107,7 @@ PLACES = [
 EMPTY = "a source without frames has weights 0, not NaN"
 
 
-#: What a copy reads of the sizes, and the decorator of its mask.
+#: Attributes that a copy reads: sizes, and the decorator of its mask.
 KNOWN = ["att_dim", "att_dim_k", "att_dim_v", "_fn"]
 
 
@@ -162,14 +162,14 @@ class Location:
 
 
 class RecurrentLocation:
-    """f = the state of an LSTM on what F finds most of in α, F ∗ α."""
+    """f = the state of an LSTM, which reads the maximum over the frames of max(0, F ∗ α)."""
 
     def forward(self, enc_hs_pad, enc_hs_len, dec_z, att_prev_states, scaling=2.0):
         query = self.mlp_dec(begin(self, enc_hs_pad, enc_hs_len, dec_z))
         zeros = self.enc_h.new_zeros(len(query), self.att_dim)
         previous, state = att_prev_states or (uniform(self), (zeros, zeros))
-        found = F.relu(self.loc_conv(previous[:, None, None]))
-        state = self.att_lstm(F.max_pool2d(found, (1, self.h_length)).flatten(1), state)
+        features = F.relu(self.loc_conv(previous[:, None, None]))
+        state = self.att_lstm(F.max_pool2d(features, (1, self.h_length)).flatten(1), state)
         context, weights = score(self, query + state[0], scaling)
         return context, (weights, state)
 
@@ -431,15 +431,15 @@ class Decoder:
             key, hs_pad, lengths_of(attention), score_vector=attention.gvec.weight[0], score="tanh"
         )
         first = RecurrentState(zeros, zeros if self.dtype == "lstm" else None)
-        of_query, *of_states = draw_masks(
+        query_mask, *state_masks = draw_masks(
             T, zeros, [StepDropout.of(x) for x in (dropouts[0], *dropouts)]
         )
         steps = run_decoder(
             layers[0], embedded, first._replace(history=history), attention.mlp_dec, memory, 2.0,
-            dropout_query=of_query, **terms,
+            dropout_query=query_mask, **terms,
         )  # fmt: skip
-        states = apply_mask(steps.states, of_states[0])
-        for layer, mask in zip(layers[1:], of_states[1:]):  # they change no query
+        states = apply_mask(steps.states, state_masks[0])
+        for layer, mask in zip(layers[1:], state_masks[1:]):  # they change no query
             states = apply_mask(run_layer(layer, states, first).states, mask)
         if self.context_residual:
             states = torch.cat([states, steps.contexts], -1)
@@ -460,7 +460,7 @@ def decode(decoder, draw):
 
 
 def why_not_decoded(decoder, kinds):
-    """Say what of a decoder the operator does not know, or None."""
+    """Return why the operator cannot run a decoder, or None."""
     if decoder.num_encs > 1 or len(decoder.att_list) > 1:
         return "it has several encoders or attention modules"
     if decoder.sampling_probability > 0:
@@ -499,7 +499,7 @@ ADAPTERS = [
             known_attributes=[*KNOWN, "dlayers", "num_encs", "random", "detach"],
             attention="att_list.0",
             example=decode,
-            weight_scale=4.0,  # a recurrence makes more of rounding
+            weight_scale=4.0,  # a recurrence amplifies rounding errors
             skip_reason=partial(why_not_decoded, kinds=kinds),
             note=f"{EMPTY}; {LOOP}",
             dtype=dtype,

@@ -40,8 +40,8 @@ def draw_decoder_masks(self, steps, like):
               ) for x in self.lstm),
         ],
     )  # fmt: skip
-    names, of_cells = ("dropout_state", "dropout_cell"), drawn[len(prenet) :]
-    zoneouts = [dict(zip(names, () if masks is None else masks)) for masks in of_cells]
+    names, cell_masks = ("dropout_state", "dropout_cell"), drawn[len(prenet) :]
+    zoneouts = [dict(zip(names, () if masks is None else masks)) for masks in cell_masks]
     return list(zip(prenet, drawn)), zoneouts
 
 
@@ -89,8 +89,8 @@ class Decoder:
             raise UnsupportedCall(reason)
         attention.reset()
         begin(attention, hs, list(map(int, hlens)), None)
-        of_frames, zoneouts = draw_decoder_masks(self, T, zeros)
-        for layer, mask in of_frames:
+        prenet_layers, zoneouts = draw_decoder_masks(self, T, zeros)
+        for layer, mask in prenet_layers:
             frames = apply_mask(layer(frames), mask)
         # its cells read [context; frame], the operator's [frame; context]
         first = layers[0]._replace(weight_ih=layers[0].weight_ih.roll(-hs.shape[2], 1))
@@ -119,7 +119,7 @@ def speak(decoder, draw):
 
 
 def why_not_decoded(decoder):
-    """Say why no operator runs its loop, or return None."""
+    """Return why no operator runs a decoder's loop, or None."""
     kind = type(decoder.att).__name__
     return None if kind == "AttLoc" else f"no operator runs whole targets of {kind}"
 
@@ -139,7 +139,7 @@ ADAPTERS = [
         known_attributes=[*KNOWN, "use_att_extra_inputs"],
         attention="att",
         example=speak,
-        weight_scale=4.0,  # a recurrence makes more of rounding
+        weight_scale=4.0,  # a recurrence amplifies rounding errors
         skip_reason=why_not_decoded,
         note=f"{EMPTY}; {LOOP}",
     )

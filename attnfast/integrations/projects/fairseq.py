@@ -9,7 +9,7 @@ from attnfast.integrations.helpers import attend_to_source, batch_first, multipl
 
 
 class Fairseq:
-    """e = h · W q; what comes out is tanh(U [c; q])."""
+    """e = h · W q; the output is tanh(U [c; q])."""
 
     def forward(self, input, source_hids, encoder_padding_mask):
         source = batch_first(self, source_hids)
@@ -39,6 +39,6 @@ ADAPTERS = [
         optional=["input_proj.bias", "output_proj.bias"],
         example=example,
         note="a source without words has weights 0 instead of NaN",
-        dtype=torch.float32,  # of its own scores, whatever the module has
+        dtype=torch.float32,  # the dtype of its scores, whatever that of the module
     ),
 ]

@@ -10,8 +10,8 @@ from attnfast.integrations.helpers import attend_to_source, keep_in_graph
 class Captioning:
     """e = v · tanh(W h + b + p) + c, p the features that its decoder projects.
 
-    The project multiplies its softmax by the mask and normalises again: the softmax of what is
-    seen.
+    The project multiplies its softmax by the mask and normalises again, which gives the softmax
+    over the visible keys.
     """
 
     def forward(self, h, att_feats, p_att_feats, att_masks=None):

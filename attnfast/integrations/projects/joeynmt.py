@@ -1,4 +1,4 @@
-"""joeynmt's attention, whose decoder projects the keys before it asks, and this decoder."""
+"""joeynmt's decoder, and its attention, whose keys the decoder projects first."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Decoder:
             trg_embed, encoder_output, encoder_hidden, src_mask, states[0], prev_att_vector
         )
         sizes, times = (rnn.input_size, rnn.hidden_size, output.in_features), rnn.num_layers - 1
-        of_input, of_layers, of_vectors = draw_masks(
+        input_mask, layer_masks, joined_mask = draw_masks(
             unroll_steps, words[:, 0],
             [StepDropout.of(*x) for x in zip(dropouts, sizes, (None, times, None))],
         )  # fmt: skip
@@ -93,26 +93,26 @@ class Decoder:
             memory = Memory(key, encoder_output, mask=src_mask > 0)
             if weight is not None:
                 memory = memory._replace(score_vector=weight[0], score="tanh")
-            masks = {"dropout_between": of_layers}
-            if of_input is not None:
-                of_input, masks["dropout_feed"] = of_input.tensor_split((words.shape[2],), -1)
-                words = words * of_input
-            if of_vectors is not None:
-                masks["dropout_joined"] = of_vectors.roll(-rnn.hidden_size, -1)
+            masks = {"dropout_between": layer_masks}
+            if input_mask is not None:
+                input_mask, masks["dropout_feed"] = input_mask.tensor_split((words.shape[2],), -1)
+                words = words * input_mask
+            if joined_mask is not None:
+                masks["dropout_joined"] = joined_mask.roll(-rnn.hidden_size, -1)
             steps = run_decoder(
                 layer._replace(output=rolled, attends_first=False), words, state, query, memory,
                 **masks,
             )  # fmt: skip
             vectors, weights = steps.attentional, steps.weights
         else:
-            words = apply_mask(words, of_input)
-            steps = run_layer(layer, words, state, dropout_between=of_layers)
+            words = apply_mask(words, input_mask)
+            steps = run_layer(layer, words, state, dropout_between=layer_masks)
             asking = steps.output if query is None else query(steps.output)
             context, weights = attend_to_source(
                 attention, asking, key, encoder_output, weight, mask=src_mask > 0
             )
             both = torch.cat([steps.output, context], 2)
-            vectors = self.activation(output(apply_mask(both, of_vectors)))
+            vectors = self.activation(output(apply_mask(both, joined_mask)))
         if query is not None:
             attention.compute_proj_query(steps.output[:, -1:])
         last = [last_states(x) for x in (steps.states, steps.cells) if x is not None]
@@ -177,7 +177,7 @@ ADAPTERS = [
         optional=["bridge_layer.*"],
         attention="attention",
         example=translate,
-        weight_scale=4.0,  # a recurrence makes more of rounding
+        weight_scale=4.0,  # a recurrence amplifies rounding errors
         skip_reason=lambda decoder: (
             None if decoder.activation is torch.tanh else "its attentional vectors have no tanh"
         ),

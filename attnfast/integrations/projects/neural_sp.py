@@ -71,12 +71,12 @@ def why_not(attention):
 
 
 def example(attention, draw):
-    """Call it as its decoder does, which resets what it keeps of a source."""
+    """Call it as its decoder does, which first resets the attributes cached for a source."""
     layers = [getattr(attention, x, None) for x in ("w_key", "w_query", "w")]
-    of_key, of_query, of_both = layers
-    size = of_both.in_features // 2 if of_both else 4
-    width = of_key.in_features if of_key else size
-    size = of_query.in_features if of_query else of_key.out_features if of_key else size
+    key_layer, query_layer, joint_layer = layers
+    size = joint_layer.in_features // 2 if joint_layer else 4
+    width = key_layer.in_features if key_layer else size
+    size = query_layer.in_features if query_layer else key_layer.out_features if key_layer else size
     one = attention.atype in ("location", "luong_concat")
     for lengths in draw.sources((5, 2, 4), (3, 1)):
         B, Tk = len(lengths), max(lengths)

@@ -26,7 +26,7 @@ from attnfast.ops.arguments import length_mask
 
 
 def lengths_of(self, source, src_len):
-    """Return how many states of each source the project's mask leaves, whatever the lengths are."""
+    """Return the number of states of each source that the project's mask leaves, ``[B]``."""
     if src_len is None:
         return None
     B, Tk = source.shape[:2]
@@ -38,7 +38,7 @@ def lengths_of(self, source, src_len):
 
 
 def attended(self, src, source, **seen):
-    """Attend by the module's score, and project what comes out beside the query."""
+    """Attend by the module's score, and project context and query; return also the weights."""
     if self.attn_type == "mlp":
         key, weight = project(self, "key", self.linear_context, source), self.v.weight
         query = self.linear_query(src)
@@ -196,7 +196,7 @@ def translate_embedded(decoder, draw):
 
 
 def why_not_input_fed(decoder):
-    """Say what of a decoder the operator does not know, or None."""
+    """Return why the operator cannot run a decoder, or None."""
     known = (
         (decoder.attn is None, "it does not attend"),
         (decoder._coverage, "it has coverage"),
@@ -243,7 +243,7 @@ ADAPTERS = [
             optional=["embeddings.*", "attn.*", "copy_attn.*", "context_gate.*"],
             attention="attn",
             example=how,
-            weight_scale=4.0,  # a recurrence makes more of rounding
+            weight_scale=4.0,  # a recurrence amplifies rounding errors
             skip_reason=why_not_input_fed,
             note=f"{COMMON['note']}; {LOOP}",
         )

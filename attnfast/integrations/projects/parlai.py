@@ -11,7 +11,7 @@ SCORES = ("dot", "general", "concat")
 
 
 class ParlAI:
-    """e = q · h, W q · h or v · tanh(W [h; q]); what comes out is tanh(U [x; c])."""
+    """e = q · h, W q · h or v · tanh(W [h; q]); the output is tanh(U [x; c])."""
 
     def forward(self, xes, hidden, attn_params):
         source, mask = attn_params

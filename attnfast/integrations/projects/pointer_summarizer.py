@@ -8,8 +8,8 @@ from attnfast.integrations.helpers import attend_to_source, multiplied
 class PointerGenerator:
     """e = v · tanh(W h + V s + b + w_c C), C the sum of the weights so far if there is coverage.
 
-    The project multiplies its softmax by the mask and normalises again: the softmax of what is
-    seen.
+    The project multiplies its softmax by the mask and normalises again, which gives the softmax
+    over the visible keys.
     """
 
     def forward(self, s_t_hat, encoder_outputs, encoder_feature, enc_padding_mask, coverage):

@@ -9,7 +9,7 @@ from attnfast.integrations.helpers import attend_to_source, project_joined
 
 
 class Seq2Seq:
-    """e = q · h; what comes out is tanh(W [c; q] + b)."""
+    """e = q · h; the output is tanh(W [c; q] + b)."""
 
     def forward(self, output, context):
         if output.dim() != 3 or (self.mask is not None and self.mask.dim() != 3):

@@ -27,7 +27,7 @@ def mask_of(states, lengths):
 
 
 def lengths_of(self):
-    """Return how many states of each source the project's mask leaves."""
+    """Return the number of states of each source that the project's mask leaves, ``[B]``."""
     return cached_per_source(self, "lengths", lambda: (self.mask != 0).flatten(1).sum(1), self.mask)
 
 
@@ -36,7 +36,7 @@ def attended(self, *terms, **more):
 
 
 def begin(self, enc_states, enc_len):
-    """Keep what the project keeps of a source."""
+    """Store the attributes that the project stores for a source."""
     if hasattr(self, "key_linear"):
         if self.keys is None:
             self.keys, self.values = self.key_linear(enc_states), self.value_linear(enc_states)
@@ -117,14 +117,14 @@ class Decoder:
             first = attention.prev_attn.to(enc_states)
             state = state._replace(history=CumulativeState(first, first))
         joined = inp_tensor.shape[2], self.attn_dim
-        of_cells = [StepDropout.of(x, times=len(cells) - 1) for x in dropouts[1:2]]
-        of_input, *between = draw_masks(
-            T, zeros[0], [StepDropout.of(self.drop, sum(joined)), *of_cells]
+        cell_dropouts = [StepDropout.of(x, times=len(cells) - 1) for x in dropouts[1:2]]
+        input_mask, *between = draw_masks(
+            T, zeros[0], [StepDropout.of(self.drop, sum(joined)), *cell_dropouts]
         )
         masks = dict(zip(["dropout_between"], between))
-        if of_input is not None:
-            of_input, masks["dropout_feed"] = of_input.split(joined, -1)
-            inp_tensor = inp_tensor * of_input
+        if input_mask is not None:
+            input_mask, masks["dropout_feed"] = input_mask.split(joined, -1)
+            inp_tensor = inp_tensor * input_mask
         steps = run_decoder(layer, inp_tensor, state, query, memory, scale, **history, **masks)
         if located:
             attention.prev_attn = steps.weights[:, -1].detach()
@@ -157,7 +157,7 @@ def decode(decoder, draw):
 
 
 def why_not_decoded(decoder, located):
-    """Say what of a decoder the operator does not know, or None."""
+    """Return why the operator cannot run a decoder, or None."""
     if hasattr(decoder.attn, "conv_loc") != located:
         return f"its attention {'does not know' if located else 'knows'} its location"
     rectified = getattr(decoder.rnn.rnn_cells[0], "nonlinearity", "tanh") != "tanh"
@@ -196,7 +196,7 @@ ADAPTERS += [
         known_attributes=["attn_dim"],  # of the zeros that it feeds first
         attention="attn",
         example=decode,
-        weight_scale=4.0,  # a recurrence makes more of rounding
+        weight_scale=4.0,  # a recurrence amplifies rounding errors
         skip_reason=partial(why_not_decoded, located=bool(of_kind)),
         note=f"{NOTE}; {LOOP}",
         dtype=dtype,

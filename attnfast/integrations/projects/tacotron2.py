@@ -71,13 +71,13 @@ def run_layers(self, layers, dropouts, memory, processed_memory, frames, lengths
     )  # fmt: skip
     state = RecurrentState(h, h, history=CumulativeState(past, past))
     drawn = [StepDropout(p, self.training, x.shape[1]) for p, x in zip(dropouts, (h, s))]
-    of_states, of_above = draw_masks(frames.shape[1], h, drawn)
+    state_mask, upper_mask = draw_masks(frames.shape[1], h, drawn)
     steps = run_decoder(
         layers[0], frames, state, inner(attention.query_layer), keys,
-        kind=LocationAwareAttention, terms=terms, dropout_state=of_states,
+        kind=LocationAwareAttention, terms=terms, dropout_state=state_mask,
     )  # fmt: skip
     above = torch.cat([steps.states, steps.contexts], -1)
-    above = run_layer(layers[1], above, RecurrentState(s, s), dropout_state=of_above)
+    above = run_layer(layers[1], above, RecurrentState(s, s), dropout_state=upper_mask)
     joined = torch.cat([above.states, steps.contexts], -1).transpose(0, 1)
     gates = self.gate_layer(joined).squeeze(2)
     return steps, above, (self.linear_projection(joined), gates, steps.weights.transpose(0, 1))
@@ -144,7 +144,7 @@ def speak(decoder, draw):
             yield decoder(memory, frames, draw.numbers(*lengths))
 
 
-#: What NVIDIA's decoder keeps from step to step; every target begins with zeros.
+#: The attributes that NVIDIA's decoder carries from step to step; every target begins with zeros.
 STATE = [
     "attention_hidden", "attention_cell", "decoder_hidden", "decoder_cell", "attention_weights",
     "attention_weights_cum", "attention_context", "memory", "mask",
@@ -182,7 +182,7 @@ ADAPTERS += [
         known_attributes=["data", "score_mask_value", *STATE],
         attention="attention_layer",
         example=speak,
-        weight_scale=4.0,  # a recurrence makes more of rounding
+        weight_scale=4.0,  # a recurrence amplifies rounding errors
         note=f"{EMPTY}; {LOOP}",
     )
     for name, implementation, cls in (

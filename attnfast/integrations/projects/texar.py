@@ -56,7 +56,7 @@ class Luong:
 
 
 def example(attention, draw):
-    """Call it as its decoder does, which clears what is kept of a source."""
+    """Call it as its decoder does, which first clears the attributes cached for a source."""
     layer, width = attention.query_layer, attention.memory_layer.in_features
     size = attention.memory_layer.out_features if layer is None else layer.in_features
     for lengths in draw.sources((5, 2, 4), (3, 1)):

@@ -37,7 +37,7 @@ STATES = ((None, 1), (1, 1), (0, LAYERS), (0, 1))
 
 
 class Form(NamedTuple):
-    """How a module is called, what it computes and what it returns."""
+    """The arguments, the formula and the results of a module."""
 
     names: tuple[str, ...]  # of its arguments
     state: str

@@ -41,7 +41,7 @@ PARTS = ("Wa", "Ua", "Va")
 
 
 def constants(decoder):
-    """Return what the file of a copied decoder calls MAX_LENGTH and SOS_token."""
+    """Return MAX_LENGTH and SOS_token of the file that defines a copied decoder."""
     names = getattr(type(decoder), "_attnfast_own", type(decoder)).forward.__globals__
     return names.get("MAX_LENGTH"), names.get("SOS_token")
 
@@ -110,7 +110,7 @@ def translate(decoder, draw):
 
 
 def why_not_translated(decoder):
-    """Say what of a decoder the operator does not know, or None."""
+    """Return why the operator cannot run a decoder, or None."""
     if None in constants(decoder):
         return "its file lacks MAX_LENGTH or SOS_token"
     if decoder.gru.num_layers > 1:
@@ -146,7 +146,7 @@ ADAPTERS = [
         known_attributes=["MAX_LENGTH", "SOS_token", "detach"],
         attention="attention",
         example=translate,
-        weight_scale=2.0,  # a recurrence makes more of rounding
+        weight_scale=2.0,  # a recurrence amplifies rounding errors
         skip_reason=why_not_translated,
         note="its own code runs without a target",
     ),

@@ -23,11 +23,11 @@ def attended(self, keys, query, **terms):
 
 
 def padding_of(chars):
-    """Return where characters are, the numbers of others, and −∞ there; None if there are none."""
-    seen = chars != 0
-    count = (~seen).sum(1, keepdim=True).float()
-    hidden = torch.zeros_like(seen, dtype=torch.float32).masked_fill(~seen, -torch.inf)
-    return (seen, count, hidden) if count.any() else (seen, None, None)
+    """Return the mask of characters, and the count of padding and a bias of −∞ there, or None."""
+    exists = chars != 0
+    count = (~exists).sum(1, keepdim=True).float()
+    bias = torch.zeros_like(exists, dtype=torch.float32).masked_fill(~exists, -torch.inf)
+    return (exists, count, bias) if count.any() else (exists, None, None)
 
 
 class WaveRNN:

@@ -40,8 +40,8 @@ def forced(model, source, mask, target, drops_states=True):
     attention, cells = decoder.attention, nn.Dropout(rnn.dropout).train(rnn.training)
     if target is None or target.dim() != 2:
         raise UnsupportedCall("its own code runs without a target")
-    own = all(is_plain(x, type(x)) for x in (decoder, rnn, dropout))
-    if not own or not is_plain_table(model.embeddings):
+    plain = all(is_plain(x, type(x)) for x in (decoder, rnn, dropout))
+    if not plain or not is_plain_table(model.embeddings):
         raise UnsupportedCall("an inner layer has hooks or a forward of its own")
     T, start = target.shape[1], decoder.initial_state(len(source))
     states = [x for x in (start.hidden, start.cell) if x is not None]
@@ -57,22 +57,22 @@ def forced(model, source, mask, target, drops_states=True):
         raise UnsupportedCall(reason)
     symbols = torch.cat([model.start_symbol(len(source)), target[:, :-1]], 1)
     embedded, H = model.embeddings(symbols), rnn.hidden_size
-    of_states = StepDropout(dropout.p if drops_states else 0.0, dropout.training, H)
-    of_words, of_layers, of_states = draw_masks(
+    state_dropout = StepDropout(dropout.p if drops_states else 0.0, dropout.training, H)
+    word_mask, layer_masks, state_mask = draw_masks(
         T, embedded[:, 0],
-        [StepDropout.of(dropout), StepDropout.of(cells, H, rnn.num_layers - 1), of_states],
+        [StepDropout.of(dropout), StepDropout.of(cells, H, rnn.num_layers - 1), state_dropout],
     )  # fmt: skip
-    embedded = apply_mask(embedded, of_words)
+    embedded = apply_mask(embedded, word_mask)
     _, key = project_both(attention, attention.M, states[0][-1], source, states_first=True)
     memory = Memory(
         key, source, mask=~mask.unsqueeze(1), score_vector=attention.V.weight[0], score="tanh"
     )
-    of_query = linear_of(attention.M.weight[:, source.shape[2] :], attention.M.bias)
+    query_proj = linear_of(attention.M.weight[:, source.shape[2] :], attention.M.bias)
     steps = run_decoder(
-        layer, embedded, state_of(*states), of_query, memory, dropout_between=of_layers
+        layer, embedded, state_of(*states), query_proj, memory, dropout_between=layer_masks
     )
     output = keep_in_graph(steps.output, attention.V.bias)
-    return embedded, apply_mask(output, of_states), steps
+    return embedded, apply_mask(output, state_mask), steps
 
 
 class SoftAttention:
@@ -121,7 +121,7 @@ def decode(model, draw, copies):
 
 
 def why_not_whole(model):
-    """Say what of a model the operator does not know, or None."""
+    """Return why the operator cannot run a model, or None."""
     parts = model.decoder, model.decoder.module
     if not all(type(x).__module__.startswith("yoyodyne.") for x in parts):
         return "its decoder is not yoyodyne's own"
@@ -155,7 +155,7 @@ ADAPTERS = [
             ],
             attention="decoder.attention",
             example=partial(decode, copies=copies),
-            weight_scale=4.0,  # a recurrence makes more of rounding
+            weight_scale=4.0,  # a recurrence amplifies rounding errors
             skip_reason=why_not_whole,
             note="a source without words has weights 0 instead of NaN; its own code runs single "
             "steps, and without teacher forcing",
