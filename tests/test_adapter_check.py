@@ -428,10 +428,10 @@ def test_attention_within_a_decoder_is_named(cls, how):
     command = f"python -m attnfast.integrations check {__name__}:{cls.__name__}"
     what = f"its own code {how}, and its class {__name__}.{cls.__name__} is not known"
     said = str(report)
-    assert said.startswith(f"decoder: {cls.__name__} left alone: {what}")
+    assert said.startswith(f"decoder: {cls.__name__} skipped: {what}")
     assert said.endswith(f"; what to do (docs/adapters.md): {command}") and "\n" not in said
     with pytest.raises(
-        RuntimeError, match=r"no attention of a supported project; decoder: .* left alone"
+        RuntimeError, match=r"no attention of a supported project; decoder: .* skipped"
     ):
         attnfast.replace(model, strict=True)
 

@@ -44,7 +44,7 @@ def test_same_numbers_in_place():
     torch.testing.assert_close(m["a0"].last, run(plain["a0"], *args)[0][-1])
     report.undo()
     assert type(m["a0"]) is Plain and PLACE not in vars(m["a0"])
-    assert "a0: Plain left alone: its replacement was undone" in str(report)
+    assert "a0: Plain skipped: its replacement was undone" in str(report)
 
 
 def test_hooks_fire_and_parameters_stay():
@@ -312,7 +312,7 @@ def test_strict_raises_where_nothing_is_known():
 @pytest.mark.parametrize("name", ["self_attention", "DecoderLSA", "attn_layer", "GlobalAttn"])
 def test_what_may_be_attention_is_mentioned(name):
     report = str(attnfast.replace(type(name, (nn.Module,), {})()))
-    assert f"{name} left alone: its class" in report
+    assert f"{name} skipped: its class" in report
     command = f"python -m attnfast.integrations check {__name__}:{name}"
     assert report.endswith(f".{name} is not known; what to do (docs/adapters.md): {command}")
     assert not attnfast.replace(nn.ModuleList([nn.Flatten(), nn.BatchNorm1d(2)])).found
@@ -333,7 +333,7 @@ def test_parameters_that_are_not_known_are_named():
 def test_strict_changes_nothing_before_it_raises():
     m = nn.ModuleList([Plain(), Plain()])
     register(skip_reason=lambda module: "the second" if module is m[1] else None)
-    with pytest.raises(RuntimeError, match="1: Plain left alone: the second"):
+    with pytest.raises(RuntimeError, match="1: Plain skipped: the second"):
         attnfast.replace(m, strict=True)
     assert type(m[0]) is Plain
 
@@ -362,7 +362,7 @@ def test_the_report_says_it_all():
     still = "gradient 0 instead of rounding errors: energy.bias"
     assert text[0].startswith("x: Plain served by ")
     assert text[0].endswith(f"as plain; nothing else; {still}")
-    assert text[1].startswith("MultiheadAttention: MultiheadAttention left alone: ")
+    assert text[1].startswith("MultiheadAttention: MultiheadAttention skipped: ")
     assert all(a != b for a, b in itertools.pairwise(text))
 
 

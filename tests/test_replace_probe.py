@@ -1,4 +1,4 @@
-"""attnfast.replace compares first, and what differs is left alone: variants of the double Plain."""
+"""attnfast.replace compares first, and what differs is skipped: variants of the double Plain."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ def test_what_differs_is_left_alone(methods):
     report = attnfast.replace(m)
     assert not report.replaced and all("differ" in x.skip_reason for x in report.skipped)
     assert type(m["a0"]) is Plain
-    assert "a0: Plain left alone: " in str(report)
-    with pytest.raises(RuntimeError, match=r"a0: Plain left alone: .*differ.*; a1: Plain"):
+    assert "a0: Plain skipped: " in str(report)
+    with pytest.raises(RuntimeError, match=r"a0: Plain skipped: .*differ.*; a1: Plain"):
         attnfast.replace(m, strict=True)
 
 
@@ -103,7 +103,7 @@ def test_arguments_that_a_replacement_does_not_take():
             return super().forward(*inputs, **more)
 
     reports = [str(attnfast.replace(cls())) for cls in (Sharper, Wider)]
-    what = "left alone: its own forward takes {}, which its replacement does not"
+    what = "skipped: its own forward takes {}, which its replacement does not"
     assert what.format("sharpness") in reports[0]
     assert what.format("inputs, more") in reports[1]
 
@@ -418,7 +418,7 @@ def test_decorators_of_other_packages(decorator, why):
         forward = decorator(Plain.forward)
 
     report = str(attnfast.replace(as_plain(Decorated)()))
-    assert f"left alone: {why}" in report
+    assert f"skipped: {why}" in report
 
 
 def test_functions_that_change_nothing_may_enclose():
@@ -446,7 +446,7 @@ def test_whether_gradients_are_wanted_is_not_asked(name):
 def test_what_a_copy_counts_is_compared(how, what):
     register(classes=[f"{Counting.__module__}.Counting"])
     report = str(attnfast.replace(Counting(how)))
-    assert "left alone: state differ" in report and what in report, report
+    assert "skipped: state differ" in report and what in report, report
 
 
 def test_layers_without_state_may_be_read():
@@ -490,13 +490,13 @@ def test_subclasses_with_methods_of_their_own_are_left_alone():
 
     report = attnfast.replace(nn.ModuleList([Logged(), Kept()]))
     assert [x.path for x in report.replaced] == ["1"]
-    assert "0: Logged left alone: its class Logged has a forward of its own" in str(report)
+    assert "0: Logged skipped: its class Logged has a forward of its own" in str(report)
 
 
 def test_layers_with_hooks_are_left_to_the_project():
     m = model()["a0"]
     m.energy.register_forward_hook(lambda module, args, output: 3 * output)
-    assert "left alone: its energy has hooks" in str(attnfast.replace(m))
+    assert "skipped: its energy has hooks" in str(attnfast.replace(m))
 
 
 def test_why_not_and_a_failing_example():

@@ -42,7 +42,7 @@ class Found:
     def __str__(self) -> str:
         name = f"{self.path or '(the model)'}: {type(self.module).__name__}"
         if self.skip_reason:
-            return f"{name} left alone: {self.skip_reason}"
+            return f"{name} skipped: {self.skip_reason}"
         assert self.adapter is not None
         notes = [self.adapter.note] if self.adapter.note else []
         if self.zero_gradients:

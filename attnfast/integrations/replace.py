@@ -162,4 +162,4 @@ def _choose_backend(found: Found, report: Report) -> None:
         found.skip_reason = f"no operator runs whole targets in {like[1]} on {like[0]}"
     attention = found.module.get_submodule(adapter.attention)
     if all(attention is not x.module for x in report.replaced) and not adapter_serving(attention):
-        found.skip_reason = f"its {adapter.attention} is left alone"
+        found.skip_reason = f"its {adapter.attention} is skipped"

@@ -55,7 +55,7 @@ class Replacements:
     def __init__(self):
         self.seen: WeakSet = WeakSet()
         self.served, self.skipped = Counter[str](), Counter[str]()
-        self.busy = False  # modules that a comparison makes are left alone
+        self.busy = False  # modules that a comparison makes are skipped
 
     def wrap(self, cls: type) -> None:
         """Replace modules of a class, or of one that extends it, when they are called."""

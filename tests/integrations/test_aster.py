@@ -33,4 +33,4 @@ def test_an_attribute_that_scales_the_score_is_left_alone():
         def forward(self, x, sPrev):
             return super().forward(x, sPrev * self.temperature)
 
-    assert "left alone: its own code reads temperature" in str(attnfast.replace(Scaled(5, 6, 8)))
+    assert "skipped: its own code reads temperature" in str(attnfast.replace(Scaled(5, 6, 8)))

@@ -194,7 +194,7 @@ def dtypes(kind):
 
 
 def served(plain, left=None):
-    """Return a copy that is replaced; with ``left`` it is compared, and left alone for a reason.
+    """Return a copy that is replaced; with ``left`` it is compared, and skipped for a reason.
 
     The other tests serve decoders that are compared in test_decoder.
     """
@@ -333,7 +333,7 @@ HOOKED = {
     ("kind", "name"), [(k, name) for k, names in HOOKED.items() for name in names]
 )
 def test_inner_hooks(kind, name):
-    """Before, the decoder is left alone; afterwards its own code runs, and they are called."""
+    """Before, the decoder is skipped; afterwards its own code runs, and they are called."""
     make, use, _ = KINDS[kind]
     plain = make()
     decoder, calls = served(plain), []
@@ -380,7 +380,7 @@ def test_a_source_is_projected_once():
     assert [x.args[0] for x in project.call_args_list] == [decoder.attention.Ua]
 
 
-# ---- decoders that are left alone, their attention served ----------------------------------------
+# ---- decoders that are skipped, their attention served ----------------------------------------
 
 
 def test_half_types_and_other_backends_are_left_alone():
@@ -415,7 +415,7 @@ def test_attention_that_is_left_alone():
     decoder = tutorial()
     decoder.attention.__class__ = Attention
     report = attnfast.replace(decoder)
-    assert "its attention is left alone" in str(report) and not report.replaced
+    assert "its attention is skipped" in str(report) and not report.replaced
 
 
 class Sampled(AttnDecoderRNN):
