@@ -31,13 +31,13 @@ DECODERS = {  # B, steps, Tk, A, Dv; each query depends on the context before it
 }
 
 
-def eager(query, key, value, score_vector=None, **_):
+def eager(query, key, value, score_vector=None, normalise=torch.softmax, **_):
     """Attend as people write it: context and weights."""
     if score_vector is None:
         score = query @ key.transpose(-1, -2)
     else:
         score = torch.tanh(query.unsqueeze(-2) + key.unsqueeze(-3)) @ score_vector
-    weights = score.softmax(-1)
+    weights = normalise(score, -1)
     return weights @ value, weights
 
 

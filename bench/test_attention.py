@@ -120,13 +120,18 @@ def bound(case: Case, direction: str) -> float | None:
     )
 
 
-def measure(benchmark, case: Case, shape: str, direction: str, ways: dict) -> None:
-    """Check attnfast's ways against the oracle, then time the first against the others."""
+def measure(
+    benchmark, case: Case, shape: str, direction: str, ways: dict, unlike: dict | None = None
+) -> None:
+    """Check attnfast's ways against the oracle, then time the first against all others.
+
+    ``unlike`` are ways that compute something else.
+    """
     args = inputs(case, DEVICE)
     grad = torch.randn(case.B, case.Tq, case.Dv, device=DEVICE)
     refuse_wrong_results(case, args, ways, grad)
     upstream = grad if direction != "forward" else None
-    calls = {name: call(way, args, upstream) for name, way in ways.items()}
+    calls = {name: call(way, args, upstream) for name, way in (ways | (unlike or {})).items()}
     sizes = (case.B, case.Tq, case.Tk, case.A, case.Dv)
     compare(benchmark, benchmark.group, shape, sizes, direction, calls)
 
@@ -147,6 +152,22 @@ def test_attention(benchmark, score, shape, direction):
     benchmark.group = score
     measure(benchmark, case, shape, direction, ways)
     benchmark.extra_info["bound"] = bound(case, direction)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("shape", ["translation", "speech", "one step"])
+@pytest.mark.parametrize("normalisation", ["sparsemax", "entmax15"])
+def test_sparse_weights(benchmark, normalisation, shape, direction):
+    """Time weights many of which are 0, beside the softmax and the package entmax."""
+    normalise = getattr(pytest.importorskip("entmax"), normalisation)
+    options = {"need_weights": True, "normalisation": normalisation}
+    ways = {
+        "attnfast": lambda **args: attend(args, **options),
+        "eager": lambda **args: eager(**args, normalise=normalise),
+    }
+    benchmark.group = normalisation
+    softmax = {"softmax": lambda **args: attend(args, need_weights=True)}
+    measure(benchmark, case_of("additive", SHAPES[shape]), shape, direction, ways, softmax)
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
