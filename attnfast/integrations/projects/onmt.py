@@ -90,10 +90,8 @@ def unrolled(self, layer, words, source, **seen):
     """Return the last states, the attentional vectors and the weights of all words."""
     attention = self.attn
     if attention.attn_type == "mlp":
-        query, key = (
-            attention.linear_query,
-            project(attention, "key", attention.linear_context, source),
-        )
+        query = attention.linear_query
+        key = project(attention, "key", attention.linear_context, source)
         memory = Memory(key, source, score_vector=attention.v.weight[0], score="tanh", **seen)
     else:
         query, memory = getattr(attention, "linear_in", None), Memory(source, source, **seen)
@@ -103,10 +101,8 @@ def unrolled(self, layer, words, source, **seen):
     masks = dict(
         zip(("dropout_between", "dropout_output"), draw_masks(words.shape[1], feed, dropouts))
     )
-    state, terms = (
-        state_of(*self.state["hidden"], feed=feed),
-        {"normalisation": attention.attn_func},
-    )
+    state = state_of(*self.state["hidden"], feed=feed)
+    terms = {"normalisation": attention.attn_func}
     steps = run_decoder(layer, words, state, query, memory, terms=terms, **masks)
     last = [last_states(x) for x in (steps.states, steps.cells) if x is not None]
     return tuple(last), steps.attentional, steps.weights
