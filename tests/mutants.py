@@ -5,7 +5,8 @@
 Faults are planted in build/mutants, a copy of the tree, never in the tree itself. For each, only
 the tests that concern it run, up to the first that fails; one that hangs counts as caught. What has
 been caught is not tried again until the fault or its file changes: `rm -r build/mutants` starts
-over. Survivors end the run with 1, as does a fault whose pattern is not once in its function.
+over. Survivors end the run with 1, as does a fault whose pattern is not once in its function or
+that uses an undefined name.
 """
 
 from __future__ import annotations
@@ -111,6 +112,15 @@ def every_fault() -> Iterator[tuple[str, str, str, str, str]]:
                 yield file, tests, function, old, new
 
 
+def check_names(file: str, source: str) -> None:
+    """Raise if a planted fault uses an undefined name: every test would catch that."""
+    if file.endswith(".py"):
+        command = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F821", "-"]
+        done = subprocess.run(command, input=source, text=True, capture_output=True, check=False)
+        if done.returncode:
+            raise ValueError(f"an undefined name: {done.stdout.strip() or done.stderr.strip()}")
+
+
 def main(words: list[str]) -> int:
     """Try the faults whose file has one of the words in its name, or all; return the status."""
     COPY.mkdir(parents=True, exist_ok=True)
@@ -126,6 +136,7 @@ def main(words: list[str]) -> int:
         start, result = time.monotonic(), known.get(key, "")
         try:
             faulty = plant(text, file, function, old, new)
+            check_names(file, faulty)
         except ValueError as error:
             result = f"unfit: {error}"
         else:
