@@ -1085,9 +1085,9 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         "Triton._unsupported_reason": [("if request.filters > self.most_filters:", "if False:")],
     },
     ("attnfast/nn/_fused_rnn.py", "tests/test_nn_recurrent.py -k 'not compile and not table'"): {
-        "run_layer": [("None if gate.bias is None", "None if True")],
+        "_gate_arguments": [("None if gate.bias is None", "None if True")],
         "_run_no_step": [
-            ("if isinstance(attention, GatedAttention) else", "if False else"),
+            ('while not hasattr(inner, "start"):', "if False:"),
         ],
         "_history_arguments": [
             ("mask = seen if mask is None else seen & mask", "pass"),
@@ -1141,7 +1141,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         "fusion_skip_reason": [
             ("x.training and x.p > 0", "x.training and x.p > 1"),
             ("if not is_plain(attention, type(attention)):", "if False:"),
-            ("stack=drops or layers > 1)[1] or None", "stack=drops or layers > 1)[1] and None"),
+            ("stack=stack)[1] or None", "stack=stack)[1] and None"),
             ("x.shape[:2] == (layers, len(source))", "True"),
         ],
         "draw_masks": [
@@ -1495,7 +1495,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
             ("!a.attends_first, a.dropout_feed,", "!a.attends_first, none,"),
             ("a.attends_first, a.dropout_query, a.A,", "a.attends_first, none, a.A,"),
             ("columns_from(a.dropout_joined, a.Dv), a.F", "a.dropout_joined, a.F"),
-            ("a.attends_first, none, a.Dv, a.H,", "false, none, a.Dv, a.H,"),
+            ("a.attends_first, a.dropout_query, a.Dv,", "a.attends_first, none, a.Dv,"),
             ("columns_from(rest.left, gates);", "columns_from(rest.left, alike);"),
         ],
         "pack_right": [

@@ -13,7 +13,7 @@ from torch import nn
 
 import attnfast
 from attnfast.models import Config, beam_search, build, greedy_search
-from attnfast.nn import AttentionGRU, BahdanauAttention, HardAttention
+from attnfast.nn import AttentionGRU, BahdanauAttention, GatedAttention, HardAttention
 from attnfast.nn._fused_rnn import run_rnn
 from attnfast.nn._linear import linear
 from attnfast.ops.backends import reasons_against, unsupported_reason
@@ -151,6 +151,11 @@ def hooked(layer):
     [
         (lambda layer: layer, "one operator on cpu", ""),
         (hooked, "step by step", "BahdanauAttention has hooks or a forward of its own"),
+        (
+            lambda layer: hooked(AttentionGRU(8, 8, 8, GatedAttention(layer.attention, 8))),
+            "step by step",
+            "GatedAttention or its gate has hooks or a forward of its own",
+        ),
         (
             lambda layer: AttentionGRU(8, 8, 8, HardAttention(layer.attention)),
             "step by step",

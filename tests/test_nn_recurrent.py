@@ -38,6 +38,7 @@ ATTENTIONS = {
     "window": lambda: attn.LocalAttention(12, 10, window=2),
     "gated": lambda: attn.GatedAttention(attn.BahdanauAttention(12, 10, 8), 12),
     "gated coverage": lambda: attn.GatedAttention(attn.CoverageAttention(12, 10, 8), 12),
+    "gated twice": lambda: attn.GatedAttention(ATTENTIONS["gated coverage"](), 12),
     "heads": lambda: attn.MultiHeadAttention(12, 10, 10, 2),
 }
 
@@ -124,7 +125,8 @@ def test_which_attentions_are_one_operator(attention, monkeypatch):
         layer_code.dispatch, "run", lambda *args: calls.append(args[0].name) or run(*args)
     )
     layer(x, layer.prepare(source, lengths))
-    assert calls == ["recurrent"] if attention != "heads" else "recurrent" not in calls
+    alone = attention not in ("heads", "gated twice")
+    assert calls == ["recurrent"] if alone else "recurrent" not in calls
 
 
 @pytest.mark.parametrize("attention", ["coverage", "location"])
@@ -331,7 +333,7 @@ def test_dropout_within_a_stack(monkeypatch):
 @pytest.mark.cpu_library
 @pytest.mark.parametrize("recurrence", RECURRENCES)
 @pytest.mark.parametrize("kind", [attn.AttentionGRU, attn.AttentionLSTM])
-@pytest.mark.parametrize("attention", ["bahdanau", "location"])
+@pytest.mark.parametrize("attention", ["bahdanau", "location", "gated"])
 @pytest.mark.parametrize("layers", [1, 2])
 def test_masks_of_steps_in_one_call_and_step_by_step(
     layers, attention, kind, recurrence, monkeypatch
@@ -411,6 +413,24 @@ def test_a_loops_weights_load(kind):
         h = loop(word, h) if kind is nn.GRUCell else loop(word[None], h[None])[1][0]
         states.append(h)
     torch.testing.assert_close(layer(x, memory).output, torch.stack(states, 1))
+
+
+@pytest.mark.cpu_library
+@pytest.mark.parametrize(
+    ("gate", "found"),
+    [
+        (nn.Linear(12, 3), "torch.float32 of 12 to 3"),
+        (nn.Linear(8, 1), "torch.float32 of 8 to 1"),
+        (nn.Linear(12, 1).double(), "torch.float64 of 12 to 1"),
+    ],
+)
+def test_a_gate_that_does_not_fit(gate, found):
+    layer, x, source, _ = layer_and_inputs(attn.AttentionGRU, "gated")
+    layer, x, memory = layer.float(), x.float(), layer.float().prepare(source.float())
+    layer.attention.gate = gate
+    expected = rf"attention.gate must be torch.float32 of 12 features to 1 or 10, got {found}"
+    with pytest.raises(ValueError, match=expected):
+        layer(x, memory)
 
 
 @pytest.mark.parametrize("lengths", [None, torch.tensor([7, 1, 4])])

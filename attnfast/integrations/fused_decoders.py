@@ -95,6 +95,8 @@ def fusion_skip_reason(
     inner = [x for part in parts for x in part.modules()]
     if not all(is_plain(x, *((type(x),) if x._modules else PARTS)) for x in inner):
         return "an inner layer has hooks, or is no plain layer of torch.nn"
+    if any(isinstance(x, nn.Dropout) and x.inplace for x in inner):
+        return "a dropout changes states in place"
     if not drops and any(isinstance(x, nn.Dropout) and x.training and x.p > 0 for x in inner):
         return "its own code drops attention weights"
     if any(x.dtype != like.dtype or x.device != like.device for x in inputs):
@@ -104,7 +106,8 @@ def fusion_skip_reason(
         and try_select_backend(None, like.device, like.dtype, RECURRENT.name, True) is None
     ):
         return "no backend runs a whole target of attention with a history"
-    return select_layer_backend(None, None, like, stack=drops or layers > 1)[1] or None
+    stack = drops or layers > 1 or not layer.output_tanh
+    return select_layer_backend(None, None, like, stack=stack)[1] or None
 
 
 def linear_of(weight: Tensor, bias: Any = None) -> nn.Linear:

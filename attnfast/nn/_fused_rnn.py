@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from attnfast._utils.checks import raise_value_error
 from attnfast._utils.dispatch_log import is_recording, record
 from attnfast._utils.torch_private import has_dispatch_mode, has_tangents, is_autocast_on
 from attnfast.decoding import Memory
@@ -189,6 +190,8 @@ def select_layer_backend(
         return None, "a dispatch mode is active, such as make_fx's or vmap's"
     has_history = isinstance(attention, HistoryAttention)
     if attention is not None:
+        if isinstance(attention, GatedAttention) and split_gate(attention)[1] is None:
+            return None, "GatedAttention or its gate has hooks or a forward of its own"
         if not is_plain(attention, *FUSED_ATTENTIONS):
             return None, not_plain_reason(attention, *FUSED_ATTENTIONS)
         if memory is None or not isinstance(
@@ -316,10 +319,8 @@ def run_layer(
             inner, memory, backend, state.history, input, target_mask=target_mask
         )
         terms["feed"] = None if layer.attends_first else state.feed
-        if gate is not None:  # one gate may be that of all features
-            features = memory.value.shape[-1]
-            terms["weight_gate"] = gate.weight.expand(features, -1)
-            terms["bias_gate"] = None if gate.bias is None else gate.bias.expand(features)
+        if gate is not None:
+            terms |= _gate_arguments(gate, layer, memory.value.shape[-1])
     call = RecurrentInputs(
         input, state.hidden, layer.weight_ih, layer.weight_hh,  # type: ignore[arg-type]
         state.cell, bias_ih=layer.bias_ih, bias_hh=layer.bias_hh,
@@ -350,6 +351,19 @@ def run_layer(
         history,
         packed,
     )
+
+
+def _gate_arguments(gate: nn.Linear, layer: Layer, features: int) -> dict[str, Tensor | None]:
+    """Return the arguments of a gate on contexts, which all features share if it has one output."""
+    weight, like = gate.weight, layer.weight_hh
+    assert like is not None
+    sizes, H = tuple(weight.shape), like.shape[-1]
+    if sizes not in ((1, H), (features, H)) or weight.dtype != like.dtype:
+        wanted = f"{like.dtype} of {H} features to 1 or {features}"
+        found = f"{weight.dtype} of {sizes[1]} to {sizes[0]}"
+        raise_value_error("attention.gate", wanted, found)
+    bias = None if gate.bias is None else gate.bias.expand(features)
+    return {"weight_gate": weight.expand(features, -1), "bias_gate": bias}
 
 
 def attention_arguments(
@@ -532,7 +546,9 @@ def _run_no_step(
 ) -> LayerOutputs:
     """Return the outputs for an input without steps: those of one step, cut to length 0."""
     if getattr(attention, "has_history", False) and state.history is None:
-        inner: Any = attention.attention if isinstance(attention, GatedAttention) else attention
+        inner: Any = attention
+        while not hasattr(inner, "start"):  # wrapped
+            inner = inner.attention
         state = state._replace(history=inner.start(memory))
     step = _run_steps(
         layer, input.new_zeros(input.shape[0], 1, input.shape[2]), state, attention, memory,

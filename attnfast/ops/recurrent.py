@@ -66,9 +66,9 @@ class RecurrentInputs(NamedTuple):
     ``target_lengths`` and beyond leave the history unchanged. With ``detach_history`` no gradient
     reaches a step through the history of the steps after it.
 
-    With ``weight_gate [Dv, H]`` and ``bias_gate [Dv]`` a context is multiplied by σ(W_g h + b_g), h
-    the state of its query (Xu et al., ICML 2015, arXiv:1502.03044). ``output_activation`` is that
-    of the attentional vectors, "tanh" or "identity".
+    With ``weight_gate [Dv, H]`` and ``bias_gate [Dv]`` a context is multiplied by σ(W_g h + b_g),
+    where h is the state that becomes its query (Xu et al., ICML 2015, arXiv:1502.03044).
+    ``output_activation`` is that of the attentional vectors, "tanh" or "identity".
 
     ``target_lengths [B]``, int64: results at these steps and beyond are 0.
 

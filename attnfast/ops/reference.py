@@ -365,7 +365,8 @@ def recurrent(call: RecurrentInputs) -> RecurrentOutputs:
         query, context, weights = attend(h, t)
         if call.weight_gate is None:
             return query, context, weights
-        gate = linear(h, call.weight_gate, call.bias_gate).sigmoid()
+        read = h if call.dropout_query is None else h * call.dropout_query[:, t]
+        gate = linear(read, call.weight_gate, call.bias_gate).sigmoid()
         results["context_gates"].append(gate)
         return query, gate * context, weights
 

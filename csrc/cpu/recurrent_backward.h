@@ -92,7 +92,7 @@ struct BackwardRoom {
       list(a.attention.grad_query, last.states, last.hidden, a.attends_first, a.dropout_query, a.A, a.H,
            a.grad_weight_query, a.grad_bias_query);
     if (a.weight_gate.data)
-      list(a.grad_context_gates, last.states, last.hidden, a.attends_first, none, a.Dv, a.H,
+      list(a.grad_context_gates, last.states, last.hidden, a.attends_first, a.dropout_query, a.Dv, a.H,
            a.grad_weight_gate, a.grad_bias_gate);
     if (!a.weight_output.data) return;
     list(a.grad_fed, a.contexts, none, false, a.dropout_joined, a.F, a.Dv, a.grad_weight_output,
@@ -293,11 +293,11 @@ class BackwardPass {
               load_part(grad_query.data + r * grad_query.stride + block.panel * P + c, n, (C)0));
         });
     }
-    if (a.dropout_query.data) multiply_mask(a.dropout_query, 0, t, block, x);
     if (a.weight_gate.data) {
       const Sources<C> grad_gate = of_step<C>(a.grad_context_gates, block.b, t);
       multiply_panel(grad_gate.data, grad_gate.stride, 1, block.rows, a.Dv, room.gate.at(block.panel), x);
     }
+    if (a.dropout_query.data) multiply_mask(a.dropout_query, 0, t, block, x);
     if (!a.weight_output.data) return;
     const Sources<C> through = of_step<C>(a.grad_fed, block.b, t);
     const Panel<C> panel = room.output.at(block.panel);

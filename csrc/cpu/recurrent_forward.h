@@ -192,7 +192,7 @@ class Forwards {
       const int64_t first = block.panel * kPanel<C>;
       alignas(64) C x[kMostBatch * kPanel<C>];
       clear(x, block.rows * kPanel<C>);
-      const Sources<C> state = query_state(block.b, t);
+      const Sources<C> state = dropped_state(block.b, t);
       multiply_panel(state.data, state.stride, 1, block.rows, a.H, packed.gate.at(block.panel), x);
       for (int64_t r = 0; r < block.rows; ++r)
         for_vectors<C>(a.Dv - first, [&](int64_t c, int64_t n) {
@@ -231,14 +231,18 @@ class Forwards {
     return t ? of_step<C>(level.states, b, t - 1) : of_step<C>(level.hidden, b, 0);
   }
 
+  // Return that state times its dropout.
+  Sources<C> dropped_state(int64_t b, int64_t t) const {
+    return dropped_query ? Sources<C>{dropped_query + b * a.H, a.H} : query_state(b, t);
+  }
+
   // Compute the query, or, if the query is not a state of this step, copy the state.
   void project(int64_t t, const Block& block) {
     const int64_t first = block.panel * kPanel<C>;
     const bool projects = a.weight_query.data;
     alignas(64) C x[kMostBatch * kPanel<C>];
     clear(x, block.rows * kPanel<C>);
-    const Sources<C> from =
-        dropped_query ? Sources<C>{dropped_query + block.b * a.H, a.H} : query_state(block.b, t);
+    const Sources<C> from = dropped_state(block.b, t);
     if (projects)
       multiply_panel(from.data, from.stride, 1, block.rows, a.H, packed.query.at(block.panel), x);
     for (int64_t r = 0; r < block.rows; ++r)

@@ -100,6 +100,7 @@ def caption(decoder, draw):
     for counts in ([3, 6, 4], [2, 2]):
         B, lengths = len(counts), torch.tensor(counts).unsqueeze(1)
         yield decoder(draw(B, 3, 2, 6), draw.words(11, B, max(counts)), lengths)
+    yield decoder(draw(B, 3, 2, 6), draw.words(11, B, max(counts)), lengths.int())
 
 
 def test_decoder():

@@ -74,7 +74,7 @@ def stack_of(self, T, enc_out):
     plain = all(is_plain(x, type(x)) for x in own) and all(
         is_plain(x, nn.LSTMCell, nn.GRUCell) for x in cells
     )
-    if not plain or not all(is_plain(x, nn.Dropout) for x in dropouts):
+    if not plain or not all(is_plain(x, nn.Dropout) and not x.inplace for x in dropouts):
         raise UnsupportedCall("a cell, dropout or copying has hooks or a forward of its own")
     names = "linear_out", "linear_in", "linear_context", "linear_query", "v"
     parts = [getattr(attention, x) for x in names if hasattr(attention, x)]

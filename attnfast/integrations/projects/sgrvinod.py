@@ -62,7 +62,7 @@ class Decoder:
                 project(attention, "key", attention.encoder_att, source), source,
                 score_vector=attention.full_att.weight[0], score="relu",
             ),
-            gate=self.f_beta, target_lengths=lengths - 1,
+            gate=self.f_beta, target_lengths=(lengths - 1).long(),
         )  # fmt: skip
         scores = self.fc(drop_states(self.dropout, steps.states, words))
         padding = lengths[:, None, None] - 1 <= torch.arange(T, device=lengths.device)[:, None]
