@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from torch import nn
 
-import attnfast
 from attnfast._utils.checks import InputError, first_line
 from attnfast._utils.command_line import Parser, run
 from attnfast._utils.dispatch_log import Choice, explain
@@ -217,7 +216,7 @@ def in_columns(cells: Iterable[str]) -> str:
 def place_of(error: Exception | None) -> str:
     """Return the last line of the module's or the adapter's code where an exception passed."""
     frames = traceback.extract_tb(error.__traceback__) if error else []
-    others = [Path(x.__path__[0]) for x in (torch, attnfast)]
+    others = [Path(torch.__path__[0]), Path(__file__).parents[1]]
     own = [
         x
         for x in frames
