@@ -249,9 +249,11 @@ LARGE = 1 << 20
 
 def split_gate(attention: Any) -> tuple[Any, nn.Linear | None]:
     """Return an attention without its gate, and the gate's layer; None if no operator gates it."""
-    if is_plain(attention, GatedAttention) and is_plain(attention.gate, nn.Linear):
-        return attention.attention, attention.gate
-    return attention, None
+    if not isinstance(attention, GatedAttention):
+        return attention, None
+    if not is_plain(attention, GatedAttention) or not is_plain(attention.gate, nn.Linear):
+        return attention, None
+    return attention.attention, attention.gate
 
 
 def _is_large(layer: Layer, memory: Any) -> bool:

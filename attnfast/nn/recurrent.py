@@ -168,7 +168,9 @@ class AttentionRNN(_AttentionWrapper):
         return self.num_layers > 1 and self.query_layer == "last"
 
     def _layer(self, *numbers: int) -> Layer:
-        every = [[getattr(self, f"{x}_l{number}") for x in NAMES] for number in numbers]
+        plain = self._parameters  # nn.Module's getattr takes 1 µs; a parametrised one is not here
+        names = [[f"{x}_l{number}" for x in NAMES] for number in numbers]
+        every = [[plain[x] if x in plain else getattr(self, x) for x in own] for own in names]
         first = self.recurrence == "attend_first"
         return Layer.stack(self.mode, every, output=self.output_proj, attends_first=first)
 
@@ -215,14 +217,11 @@ class AttentionRNN(_AttentionWrapper):
         check_tensor("input", input)
         if input.dim() != 3 or input.shape[-1] != self.input_size:
             raise_value_error("input", f"[B, T, {self.input_size}]", list(input.shape))
-        if input.dtype != self.weight_ih_l0.dtype and not is_autocast_on():
-            raise_value_error(
-                "input", f"of the module's dtype {self.weight_ih_l0.dtype}", input.dtype
-            )
-        if input.device != self.weight_ih_l0.device:
-            raise_value_error(
-                "input", f"on the module's device {self.weight_ih_l0.device}", input.device
-            )
+        weight = self.weight_ih_l0
+        if input.dtype != weight.dtype and not is_autocast_on():
+            raise_value_error("input", f"of the module's dtype {weight.dtype}", input.dtype)
+        if input.device != weight.device:
+            raise_value_error("input", f"on the module's device {weight.device}", input.device)
         B, T = input.shape[:2]
         if isinstance(split_gate(self.attention)[0], _Attention):
             check_memory(memory)

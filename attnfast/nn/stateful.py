@@ -95,7 +95,7 @@ def last_of(steps: Tensor, first: Tensor, lengths: Tensor | None) -> Tensor:
     if steps.shape[-2] == 0:
         return first
     if lengths is None:
-        return steps[..., -1, :]
+        return steps.select(-2, -1)
     index = (lengths - 1).clamp(min=0).view(-1, 1, 1)
     last = steps.gather(-2, index.expand(*steps.shape[:-2], 1, steps.shape[-1])).squeeze(-2)
     return torch.where((lengths > 0).unsqueeze(-1), last, first)
