@@ -158,7 +158,7 @@ def test_attention(benchmark, score, shape, direction):
 @pytest.mark.parametrize("shape", ["translation", "speech", "one step"])
 @pytest.mark.parametrize("normalisation", ["sparsemax", "entmax15"])
 def test_sparse_weights(benchmark, normalisation, shape, direction):
-    """Time weights many of which are 0, beside the softmax and the package entmax."""
+    """Time sparse weights beside the softmax and the package entmax."""
     normalise = getattr(pytest.importorskip("entmax"), normalisation)
     options = {"need_weights": True, "normalisation": normalisation}
     ways = {

@@ -10,7 +10,6 @@ from attnfast.integrations.adapter import Adapter, UnsupportedCall
 from attnfast.integrations.fused_decoders import (
     LOOP,
     StepDropout,
-    apply_mask,
     draw_masks,
     fusion_skip_reason,
     run_decoder,
@@ -32,12 +31,14 @@ class Captioning:
 
 def drop_states(dropout, states, words):
     """Apply a dropout to states ``[B, T, H]``, at each step to captions that have words left."""
-    (B, T, _), masks = states.shape, []
+    (B, T, _), drops, masks = states.shape, StepDropout.of(dropout), []
+    if not drops.is_active:
+        return states
     for t in range(T):
         running = sum(n > t for n in words)
-        [mask] = draw_masks(1, states[:running, 0], [StepDropout.of(dropout)])
-        masks.append(None if mask is None else F.pad(mask, (0, 0, 0, 0, 0, B - running)))
-    return states if None in masks else apply_mask(states, torch.cat(masks, 1))
+        [mask] = draw_masks(1, states[:running, 0], [drops])
+        masks.append(F.pad(mask, (0, 0, 0, 0, 0, B - running)))
+    return states * torch.cat(masks, 1)
 
 
 class Decoder:
