@@ -119,7 +119,8 @@ def model(kind):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ["location", "sigmoid", "forward", "windows", "content"])
+# "windows" trains as location-sensitive attention without them does
+@pytest.mark.parametrize("kind", ["sigmoid", "forward", "windows", "content"])
 def test_whole_decoders(kind):
     """Dropout, of cell states too, takes the same random numbers."""
     plain = model(kind)
