@@ -1141,7 +1141,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         "fusion_skip_reason": [
             ("x.training and x.p > 0", "x.training and x.p > 1"),
             ("if not is_plain(attention, type(attention)):", "if False:"),
-            ("stack=stack)[1] or None", "stack=stack)[1] and None"),
+            ("feature=feature)[1] or None", "feature=feature)[1] and None"),
             ("x.shape[:2] == (layers, len(source))", "True"),
         ],
         "draw_masks": [
@@ -1368,7 +1368,9 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
             (": pj > 0 ? Vec<C>{} + 1 : pj", ": pj"),
             ("== Normalisation::softmax ? 1 : sum<C>(slopes)", "== Normalisation::softmax ? 1 : 1"),
         ],
-        "masses": [("describe(s, mass, first, statistics);", "describe(s, mass, 0, statistics);")],
+        "exponentials_or_entmax": [
+            ("describe(s, mass, first, statistics);", "describe(s, mass, 0, statistics);")
+        ],
     },
     ("csrc/cpu/rows.h", ENTMAX): {
         "entmax": [

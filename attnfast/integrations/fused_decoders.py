@@ -13,6 +13,7 @@ from attnfast.nn._fused_rnn import (
     Layer,
     LayerOutputs,
     RecurrentState,
+    layer_feature,
     run_layer,
     select_layer_backend,
 )
@@ -106,8 +107,8 @@ def fusion_skip_reason(
         and try_select_backend(None, like.device, like.dtype, RECURRENT.name, True) is None
     ):
         return "no backend runs a whole target of attention with a history"
-    stack = drops or layers > 1 or not layer.output_tanh
-    return select_layer_backend(None, None, like, stack=stack)[1] or None
+    feature = layer_feature(layer, drops)
+    return select_layer_backend(None, None, like, feature=feature)[1] or None
 
 
 def linear_of(weight: Tensor, bias: Any = None) -> nn.Linear:

@@ -179,7 +179,7 @@ class LayerOutputs(NamedTuple):
 
 def select_layer_backend(
     attention: Any, memory: Memory | None, like: Tensor, requested: str | None = None,
-    history: Any = None, operator: str = RECURRENT.name, stack: bool = False,
+    history: Any = None, operator: str = RECURRENT.name, feature: str = "",
 ) -> tuple[str | None, str]:  # fmt: skip
     """Return the backend whose operator runs a whole layer; without one, None and the reason."""
     if is_autocast_on():
@@ -208,7 +208,7 @@ def select_layer_backend(
         requested = memory.backend
     half = like.dtype in HALF and like.device.type == "cpu"
     dtype = torch.float32 if half else like.dtype
-    backend = try_select_backend(requested, like.device, dtype, operator, has_history, stack)
+    backend = try_select_backend(requested, like.device, dtype, operator, has_history, feature)
     normalisation = "softmax" if attention is None or has_history else attention.normalisation
     if backend is not None and not dispatch.supports_normalisation(normalisation, backend):
         return None, f"not {backend}: its kernels support only softmax"
@@ -216,7 +216,7 @@ def select_layer_backend(
         return backend, ""
     if not is_recording():
         return None, "no backend has the operator"
-    properties = like.device, dtype, operator, False, 0, has_history, stack
+    properties = like.device, dtype, operator, False, 0, has_history, feature
     if requested is None:
         return None, "; ".join(reasons_against(None, *properties))
     reason = unsupported_reason(requested, *properties) or "plain PyTorch"
@@ -245,6 +245,21 @@ FUSED_ATTENTIONS = (
 #: Number of elements of parameters, keys and values from which a single step with gradients is
 #: faster in a loop: a loop packs no parameters and computes the key gradients of all steps at once.
 LARGE = 1 << 20
+
+
+def layer_feature(layer: Layer, drops_at_steps: bool = False, is_gated: bool = False) -> str:
+    """Return the first feature of a layer that not every backend has, or "".
+
+    ``drops_at_steps``: whether it has dropout with other masks at every step; ``is_gated``: whether
+    it has a gate on its context.
+    """
+    if layer.weight_ih_upper is not None:
+        return "several layers"
+    if drops_at_steps:
+        return "dropout that changes from step to step"
+    if is_gated:
+        return "a gate on its context"
+    return "" if layer.output_tanh else "an output without tanh"
 
 
 def split_gate(attention: Any) -> tuple[Any, nn.Linear | None]:
@@ -289,17 +304,14 @@ def run_layer(
     plain = layer.rnn is None and (output is None or is_plain(output, nn.Linear))
     given = {name: x for name, x in dropouts.items() if x is not None}
     inner, gate = split_gate(attention)
-    stack = layer.weight_ih_upper is not None or bool(given.keys() - {"dropout"})
-    stack |= gate is not None or not layer.output_tanh
-    in_loop = stack or (torch.is_grad_enabled() and _is_large(layer, memory))
-    if plain and single and in_loop:
-        reason = (
-            "a single step of a stack, of a large layer with gradients, or with a gate on its "
-            "context, runs in a loop"
-        )
+    feature = layer_feature(layer, bool(given.keys() - {"dropout"}), gate is not None)
+    if plain and single and feature:
+        reason = f"a single step of a layer with {feature} runs in a loop"
+    elif plain and single and torch.is_grad_enabled() and _is_large(layer, memory):
+        reason = "a single step of a large layer with gradients runs in a loop"
     elif plain:
         backend, reason = select_layer_backend(
-            inner, memory, input, history=state.history, stack=stack
+            inner, memory, input, history=state.history, feature=feature
         )
         if single and backend is not None and not BACKENDS[backend].packs:
             backend, reason = None, f"{backend} keeps no packed parameters for single steps"

@@ -116,7 +116,7 @@ class DispatchKey(NamedTuple):
     step: bool = False  # one query for each sequence: latency dominates
     filters: int = 0
     history: bool = False  # the attention of a recurrent layer has a history
-    stack: bool = False  # several recurrent layers, or dropout of steps
+    layer_feature: str = ""  # what a recurrent layer has beyond one cell, see `layer_feature`
     score: str = "tanh"
 
 
@@ -211,11 +211,8 @@ class Cuda(Backend):
     def unsupported_reason(self, request: DispatchKey) -> str | None:
         if request.history:
             return "its recurrent layers attend without a history"
-        if request.stack:
-            return (
-                "it runs one recurrent layer, with a tanh of its output, without a gate on the "
-                "context and without dropout that changes from step to step"
-            )
+        if request.layer_feature:
+            return f"it runs no recurrent layer with {request.layer_feature}"
         return super().unsupported_reason(request)
 
     def rank(self, request: DispatchKey) -> float:
@@ -339,10 +336,10 @@ def try_select_backend(
     dtype: torch.dtype,
     operator: str,
     history: bool = False,
-    stack: bool = False,
+    layer_feature: str = "",
 ) -> str | None:
     """Return the best compiled backend for a call, or the requested one; None if there is none."""
-    return _best(backend, device, dtype, operator, False, 0, history, stack)
+    return _best(backend, device, dtype, operator, False, 0, history, layer_feature)
 
 
 @constant_in_graphs
@@ -363,7 +360,7 @@ def select_backend(
     name = (
         backend if backend is None else str.__str__(backend)
     )  # the string of an enumeration member
-    properties = device, dtype, operator, step, filters, False, False, score
+    properties = DispatchKey(device, dtype, operator, step, filters, score=score)
     chosen = _choose(name, *properties)
     if is_recording():
         if name is None:
