@@ -613,7 +613,9 @@ def test_sparse_gradients_are_compared(sparse):
 
 
 def test_what_cannot_be_compared_is_left_alone():
-    with mock.patch("attnfast.integrations.probe.output_mismatch", side_effect=NotImplementedError):
+    with mock.patch(
+        "attnfast.integrations.probe.outcome_mismatch", side_effect=NotImplementedError
+    ):
         assert "the comparison fails on an example" in str(attnfast.replace(Plain()))
 
 

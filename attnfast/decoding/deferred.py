@@ -167,7 +167,10 @@ class SavedFeatures(NamedTuple):
 
 
 class SharedKeys:
-    """State shared by the steps over one memory: exponentials of keys and pending gradients."""
+    """The state that steps over one memory share: exponentials of keys and pending gradients.
+
+    The keys themselves are in :class:`attnfast.decoding.Memory`.
+    """
 
     def __init__(
         self,

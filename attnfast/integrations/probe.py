@@ -62,12 +62,12 @@ def probe_configs(module: nn.Module, adapter: Adapter) -> Iterator[ProbeConfig]:
     cpu = torch.device("cpu")
     parameter = next(module.parameters(), torch.empty(0, device=cpu))
     exact = adapter.dtype == torch.float64
-    least = 1e-9 if exact else 1e-4
+    tolerance = 1e-9 if exact else 1e-4
     dtype = f"in {str(adapter.dtype).removeprefix('torch.')}"
     name = f"{dtype} with batches of {' and '.join(str(len(x)) for x in BATCHES)}"
-    yield ProbeConfig(name, adapter.dtype, cpu, least, others=BATCHES, repeats=True, late=True)
+    yield ProbeConfig(name, adapter.dtype, cpu, tolerance, others=BATCHES, repeats=True, late=True)
     name = f"{dtype} in training mode"
-    yield ProbeConfig(name, adapter.dtype, cpu, least, training=True, late=True)
+    yield ProbeConfig(name, adapter.dtype, cpu, tolerance, training=True, late=True)
     if parameter.dtype in OWN:
         name = f"in the module's own {str(parameter.dtype).removeprefix('torch.')}"
         yield ProbeConfig(name, parameter.dtype, parameter.device, 1e-4, large=True)
@@ -171,7 +171,7 @@ def measure(module: nn.Module, adapter: Adapter) -> Iterator[Measurement]:
             whose = "its replacement"
             outcomes.append(outcome_of(module, adapter, config, True, words))
             whose = "the comparison"  # of tensors whose layout it does not support
-            reason = output_mismatch(outcomes[0], outcomes[1], config)
+            reason = outcome_mismatch(outcomes[0], outcomes[1], config)
         except Exception as error:
             failure = error
             if outcomes or not config.autocast:  # its own class may not support autocast either
@@ -333,7 +333,7 @@ def _with_vocabulary(module: nn.Module, words: int) -> list[tuple[nn.Module, str
     return [(x, "num_embeddings") for x in tables] + [(x, "out_features") for x in scores]
 
 
-def output_mismatch(old: tuple[Any, ...], new: tuple[Any, ...], config: ProbeConfig) -> str | None:
+def outcome_mismatch(old: tuple[Any, ...], new: tuple[Any, ...], config: ProbeConfig) -> str | None:
     """Return the first difference of two outcomes, with its configuration and a cure, or None.
 
     If one result is 0 where the other is not, as under autocast with a sparsemax, rounding decided
@@ -346,10 +346,10 @@ def output_mismatch(old: tuple[Any, ...], new: tuple[Any, ...], config: ProbeCon
         # Under autocast some gradients are rounding noise: tolerances are relative to the largest.
         every = [x for x in a.values() if isinstance(x, Tensor) and x.is_floating_point()]
         sizes = [float(_numbers(x).abs().max()) for x in every if config.autocast and x.numel()]
-        least = max(sizes, default=0.0)
+        magnitude = max(sizes, default=0.0)
         for name, x in a.items():
             tolerance = math.inf if jumps and what == "gradients" else config.tolerance
-            if name in b and not _close(x, b[name], tolerance, least):
+            if name in b and not _close(x, b[name], tolerance, magnitude):
                 difference, where = f"by {_far(x, b[name])}", f"in {name}"
                 places = (difference, where) if what == "results" else (where, difference)
                 found = " ".join([what, "differ", *places])
@@ -370,7 +370,11 @@ def _cure(a: Any, b: Any, config: ProbeConfig) -> str:
     return ""
 
 
-def _close(a: Any, b: Any, tolerance: float, least: float = 0.0) -> bool:
+def _close(a: Any, b: Any, tolerance: float, magnitude: float = 1.0) -> bool:
+    """Return whether two items differ by at most ``tolerance`` times the largest element.
+
+    The largest element counts as at least 1, and as at least ``magnitude``.
+    """
     if isinstance(a, float) and isinstance(b, float):
         a, b = torch.tensor(a), torch.tensor(b)
     if not isinstance(a, Tensor) or not isinstance(b, Tensor):
@@ -380,11 +384,11 @@ def _close(a: Any, b: Any, tolerance: float, least: float = 0.0) -> bool:
     a, b = _numbers(a), _numbers(b)
     if not a.numel():
         return True
-    if (a - b).abs().max() <= tolerance * max(1.0, least):  # False for NaN
+    if (a - b).abs().max() <= tolerance * max(1.0, magnitude):  # False for NaN
         return True
     finite = a[a.isfinite()].abs()
-    most = max(1.0, least, float(finite.max()) if finite.numel() else 0.0)
-    return torch.allclose(a, b, rtol=tolerance, atol=tolerance * most, equal_nan=True)
+    largest = max(1.0, magnitude, float(finite.max()) if finite.numel() else 0.0)
+    return torch.allclose(a, b, rtol=tolerance, atol=tolerance * largest, equal_nan=True)
 
 
 def _zeros_differ(a: Any, b: Any) -> bool:

@@ -143,9 +143,11 @@ void scores(const Forward& a, const Plan& plan, int64_t index, void* buffer) {
   compute_rows(plan, item, Scores<T>(a, item, a.query, a.key, a.A, a.score_vector.data, scratch), s);
 }
 
-// Replace a row of scores by masses, whose sum it returns; its first element is key `first`.
+// Replace a row of scores, from key `first` on, by exponentials or by sparse weights; return their
+// sum.
 template <class C, template <class> class Row>
-C masses(const Forward& a, const Item& item, int64_t i, const Row<C>& s, C top, int64_t first) {
+C exponentials_or_entmax(const Forward& a, const Item& item, int64_t i, const Row<C>& s, C top,
+                         int64_t first) {
   C* statistics = a.statistics.data ? at<C>(a.statistics, item, i) : nullptr;
   if (a.normalisation == Normalisation::softmax)
     return statistics ? exponentiate(s, top, first, statistics) : exponentiate(s, top);
@@ -175,7 +177,7 @@ void softmax(const Forward& a, const Plan& plan, int64_t index, void* buffer) {
     for (int64_t i = first; i < last; ++i) top[i - first] = largest(numbers(i));
     for (int64_t i = first; i < last; ++i) {
       const int64_t r = i - first;
-      mass[r] = masses(a, item, item.row + i, numbers(i), top[r], 0);
+      mass[r] = exponentials_or_entmax(a, item, item.row + i, numbers(i), top[r], 0);
     }
     for (int64_t i = first; i < last; ++i) {
       const int64_t r = i - first;
@@ -247,7 +249,7 @@ void forward_span(const Forward& a, const Plan& plan, int64_t index, void* buffe
     // step by step, so that no row waits for another
     for (int64_t r = 0; r < band.rows; ++r) top[r] = largest(numbers(r));
     for (int64_t r = 0; r < band.rows; ++r)
-      mass[r] = masses(a, item, item.row + band.row + r, numbers(r), top[r], band.from);
+      mass[r] = exponentials_or_entmax(a, item, item.row + band.row + r, numbers(r), top[r], band.from);
     for (int64_t r = 0; r < band.rows; ++r) {
       const int64_t row = item.row + band.row + r;
       const Within<C> p = numbers(r);

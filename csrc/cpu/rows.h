@@ -112,7 +112,10 @@ struct Within {
   void put(int64_t j, Vec<C> v) const { store(x + j, v); }
 };
 
-// A row of scores becomes weights in three steps. First, return the largest score:
+// Softmax of a row: `largest`, `exponentiate`, `normalise`. Sparsemax and 1.5-entmax: `largest`,
+// `entmax`, `normalise`.
+
+// Return the largest score.
 template <class C, template <class> class Row>
 C largest(const Row<C>& s) {
   const C infinity = __builtin_inf();
@@ -150,8 +153,7 @@ void add_up(int64_t from, int64_t to, Vec<C> (&sums)[N], const Term& term) {
   }
 }
 
-// Second, replace the scores by their exponentials, and neighbours without meaning by 0; return the
-// sum.
+// Replace the scores by their exponentials, and neighbours without meaning by 0; return the sum.
 template <class C, template <class> class Row>
 C exponentiate(const Row<C>& s, C top) {
   const C infinity = __builtin_inf(), shift = top == -infinity ? 0 : top;
@@ -164,7 +166,7 @@ C exponentiate(const Row<C>& s, C top) {
   return sum<C>(total[0]);
 }
 
-// Do the same and compute statistics of the row whose first element is key `first`, without the
+// As above, and compute statistics of the row whose first element is key `first`, without the
 // entropy's ln sum e, which `normalise` adds:
 //   entropy = ln sum e - sum e (x - top) / sum e,  largest = 1 / sum e,
 //   mean = sum e j / sum e,  variance = sum e (j - mean)^2 / sum e
@@ -202,8 +204,8 @@ C exponentiate(const Row<C>& s, C top, int64_t first, C* statistics) {
   return mass;
 }
 
-// Alternatively, replace the scores by the weights of sparsemax (alpha 2) or 1.5-entmax, up to rounding,
-// and return their sum. With z = (alpha - 1) (score - top):
+// Replace the scores by the weights of sparsemax (alpha 2) or 1.5-entmax, up to rounding, and return
+// their sum. With z = (alpha - 1) (score - top):
 //   p = max(0, z - t)^r,  r = 1 / (alpha - 1),  with the threshold t of sum p = 1
 // Newton's method starts below t, where the sum is convex and falls, so only rounding takes it past
 // t; the next step then lowers it and is the last. NaN stays.
@@ -280,6 +282,8 @@ C normalise(const Row<C>& s, C mass, Flags<C>& zeros) {
   else return ::log(mass);
 }
 
+// Replace a row of scores by its softmax, in coverage_attention. Attention runs the three steps
+// itself, each over several rows.
 template <class C>
 void softmax_of_row(C* s, int64_t n, Flags<C>& zeros) {
   const Exactly<C> row = {s, n};

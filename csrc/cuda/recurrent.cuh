@@ -1,5 +1,6 @@
-// A step of a recurrent layer with attention, without the attention and the products, which are
-// GEMMs of the library: one thread takes one unit of a sequence. recurrent_loop.h has the loop.
+// The recurrent cell, `cell_step`, and its backward: one thread takes one unit of a sequence. The
+// products are GEMMs (recurrent_loop.h, which has the loop), attention is in attention.cuh and
+// step.cuh.
 #pragma once
 #include "../recurrent.h"
 #include "score.cuh"

@@ -1,5 +1,5 @@
-// A decoder's step, a single row of a sequence, whose cost is all latency: its keys are split over
-// blocks. If these are a cluster (sm_90 and later, up to 512 keys), one launch is enough.
+// Attention of one query per sequence, as in a decoder's step. Latency dominates, so its keys are
+// split over blocks. If these are a cluster (sm_90 and later, up to 512 keys), one launch is enough.
 #pragma once
 #include "cluster.cuh"
 #include "score.cuh"
