@@ -63,8 +63,10 @@ bench: .venv/installed integrations
 gpu:
 	PYTHON=$(if $(filter file,$(origin PYTHON)),$(BIN)/python,$(PYTHON)) bench/gpu.sh build/gpu
 
-# Sanitizers watch the CPU library, built in a copy of the tree: all its tests, or a short fuzz; and the
-# first, for races too, CUDA's kernels on the host.
+# Sanitizers watch the CPU library, built in a copy of the tree for this processor alone: all its tests,
+# or a short fuzz; and the first, for races too, CUDA's kernels on the host.
+sanitize sanitize-fuzz: export ATTNFAST_BUILD_ISA = $(shell \
+  awk '/avx512vl/ {print "avx512"; exit} /avx2/ {print "avx2"; exit}' /proc/cpuinfo)
 sanitize: FLAGS := -fsanitize=address,undefined -fno-sanitize-recover=undefined -g1
 sanitize: TESTS := attention statistics memory coverage copying span local recurrent search linear invalid_calls
 sanitize: CHOICE := (cpu or linear or bfloat16) and not compile and not export and not opcheck or invalid_calls

@@ -396,6 +396,19 @@ def test_the_newest_architecture_has_ptx(source, compilers, wanted, codes):
         assert " ".join(re.findall(r",code=(\S+)", command)) == codes
 
 
+@pytest.mark.parametrize(("isa", "message"), [("portable", None), ("avx9", "got 'avx9'")])
+def test_a_library_for_one_instruction_set(source, compilers, isa, message):
+    done = build(source, **compilers[0], ATTNFAST_BUILD_CUDA="0", ATTNFAST_BUILD_ISA=isa)
+    if message:
+        assert "ATTNFAST_BUILD_ISA must be one of portable" in done.stderr
+        assert message in done.stderr
+        return
+    commands = compilers[1].read_text().splitlines()
+    assert {x for command in commands for x in re.findall(r"-DVARIANT=(\w+)", command)} == {isa}
+    glue = [x for x in commands if "recurrent.cpp" in x]
+    assert glue and all(f"-DATTNFAST_BUILD_ISA={isa}" in x for x in glue)
+
+
 @pytest.mark.parametrize("compiler", [True, False])
 def test_a_wheel_is_named_by_what_it_holds(source, compilers, compiler):
     environment = compilers[0] if compiler else {"PATH": "/nonexistent", "CXX": ""}

@@ -35,6 +35,9 @@ const torch::stable::Device kCpu(torch::headeronly::DeviceType::CPU);
 // `portable` is defined on other processors than x86.
 template <auto& portable, auto& avx2, auto& avx512>
 const auto& choose() {
+#ifdef ATTNFAST_BUILD_ISA
+  return ATTNFAST_BUILD_ISA;  // the only one in this build, see setup.py
+#else
   const char* forced = std::getenv("ATTNFAST_CPU_ISA");
   const std::string name = forced ? forced : "";
 #if defined(__x86_64__)
@@ -50,6 +53,7 @@ const auto& choose() {
       "ATTNFAST_CPU_ISA must be portable, avx2 or avx512, one that this "
       "processor has, got " +
       name);
+#endif
 }
 
 // Below this number of score elements a second thread costs more than it gains.
