@@ -209,6 +209,7 @@ SLOW = {"window, heads", "dilated", "self-attention, dot", "strided module", "pr
 #: Their graphs are those of others but for a projection or an activation.
 ALIKE = {f"{x} module" for x in ("relu", "scaled_dot", "general", "concat", "cosine")}
 ALIKE |= {"heads, additive module", "self-attention, additive"}
+ALIKE |= {"stride", "predicted"}  # in those of "strided module" and "predictive module"
 GRAPHS = [
     *((name, True) for name in RUNS if name not in {"window, heads", "dilated"} | ALIKE),
     *((name, None) for name in [*RUNS][::9] if name not in SLOW | ALIKE),
