@@ -475,7 +475,9 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
     },
     ("attnfast/nn/_fused_rnn.py", "tests/test_nn_recurrent.py -k go"): {
         "run_layer": [("input.shape[1] if lengths is None else lengths", "input.shape[1]")],
-        "_run_steps": [("rows=first + target_lengths", "rows=target_lengths")],
+    },
+    ("attnfast/nn/_layer_steps.py", "tests/test_nn_recurrent.py -k go"): {
+        "run_steps": [("rows=first + target_lengths", "rows=target_lengths")],
     },
     ("attnfast/nn/pointer.py", "tests/test_stateful.py -k pointer"): {
         "PointerGenerator.forward": [
@@ -1086,23 +1088,27 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
     },
     ("attnfast/nn/_fused_rnn.py", "tests/test_nn_recurrent.py -k 'not compile and not table'"): {
         "_gate_arguments": [("None if gate.bias is None", "None if True")],
-        "_run_no_step": [
-            ('while not hasattr(inner, "start"):', "if False:"),
-        ],
         "_history_arguments": [
             ("mask = seen if mask is None else seen & mask", "pass"),
             ('state.get("previous"), None,', 'state["coverage"], None,'),
         ],
-        "RecurrentState.index_select": [('"cell": -2, "feed": 0}', '"cell": -2}')],
         "_packed": [("all(x is y for x, y in zip(parameters, before.parameters))", "True")],
-        "_run_steps": [
-            ("masked_fill(~length_mask(target_lengths, input.shape[1]).unsqueeze(-1), 0)",
-             "clone()"),
-        ],
         "_common_arguments": [("shared_keys.check_unchanged()", "pass")],
         "_reversed": [
             ("return x.flip(1)", "return x"),
             ("lengths[:, None] - 1 - steps, steps)", "lengths[:, None] - 1 - steps, 0)"),
+        ],
+    },
+    ("attnfast/nn/_layer.py", "tests/test_nn_recurrent.py -k 'not compile and not table'"): {
+        "RecurrentState.index_select": [('"cell": -2, "feed": 0}', '"cell": -2}')],
+    },
+    ("attnfast/nn/_layer_steps.py", "tests/test_nn_recurrent.py -k 'not compile and not table'"): {
+        "run_no_step": [
+            ('while not hasattr(inner, "start"):', "if False:"),
+        ],
+        "run_steps": [
+            ("masked_fill(~length_mask(target_lengths, input.shape[1]).unsqueeze(-1), 0)",
+             "clone()"),
         ],
     },
     ("attnfast/integrations/cache.py", "tests/test_replace_cache.py"): {
@@ -1216,7 +1222,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
             ("self.query, self.attention_rnn_cell_state", "_, self.attention_rnn_cell_state"),
         ],
     },
-    ("attnfast/nn/_fused_rnn.py", "tests/test_nn_recurrent.py -k steps_drop"): {
+    ("attnfast/nn/_layer_steps.py", "tests/test_nn_recurrent.py -k steps_drop"): {
         "_move": [('("dropout_state", "dropout_cell")]', '("dropout_state", "dropout")]')],
         "_move_all": [("layer_masks, zoneout)", "layer_masks)")],
     },
@@ -1413,8 +1419,8 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
     ("csrc/cpu/recurrent_backward.h", "tests/test_zero_sizes.py"): {
         "begin": [("a.grad_feed.data && a.T == 0 && b < a.B", "false")],
     },
-    ("attnfast/nn/_fused_rnn.py", "tests/test_zero_sizes.py"): {
-        "_run_no_step": [
+    ("attnfast/nn/_layer_steps.py", "tests/test_zero_sizes.py"): {
+        "run_no_step": [
             ("state = state._replace(history=inner.start(memory))", "pass"),
             ("y[..., :0, :] for x, y in", "y[..., :1, :] for x, y in"),
         ],

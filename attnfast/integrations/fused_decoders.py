@@ -9,14 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from attnfast.decoding import Memory
-from attnfast.nn._fused_rnn import (
-    Layer,
-    LayerOutputs,
-    RecurrentState,
-    layer_feature,
-    run_layer,
-    select_layer_backend,
-)
+from attnfast.nn._fused_rnn import layer_feature, run_layer, select_layer_backend
+from attnfast.nn._layer import Layer, LayerOutputs, RecurrentState
 from attnfast.nn._linear import is_plain
 from attnfast.nn.attention import LuongAttention
 from attnfast.nn.wrappers import GatedAttention

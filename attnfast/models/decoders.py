@@ -31,7 +31,8 @@ from attnfast._utils.torch_private import is_autocast_on
 from attnfast.decoding import check_memory
 from attnfast.models._checks import check_share
 from attnfast.nn import Memory
-from attnfast.nn._fused_rnn import Layer, LayerOutputs, RecurrentState, run_layer, run_rnn
+from attnfast.nn._fused_rnn import run_layer, run_rnn
+from attnfast.nn._layer import Layer, LayerOutputs, RecurrentState
 from attnfast.nn._linear import project
 from attnfast.nn.attention import check_sizes, check_target_mask
 from attnfast.ops.backends import check_backend

@@ -20,12 +20,8 @@ from attnfast._utils.dispatch_log import record
 from attnfast.models._checks import BOS, EOS
 from attnfast.models.decoders import BahdanauDecoder, LuongDecoder
 from attnfast.models.seq2seq import EncodedSource, Seq2Seq, output_limit
-from attnfast.nn._fused_rnn import (
-    RecurrentState,
-    attention_arguments,
-    select_layer_backend,
-    upcast_halves,
-)
+from attnfast.nn._fused_rnn import attention_arguments, select_layer_backend, upcast_halves
+from attnfast.nn._layer import RecurrentState
 from attnfast.nn._linear import is_plain, not_plain_reason
 from attnfast.nn.stateful import HistoryAttention
 from attnfast.ops import dispatch

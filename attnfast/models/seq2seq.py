@@ -29,7 +29,7 @@ from attnfast.models._checks import (
 )
 from attnfast.models.decoders import BahdanauDecoder, LuongDecoder, state_shape, summary
 from attnfast.nn import CoverageAttention, Memory, PointerGenerator
-from attnfast.nn._fused_rnn import RecurrentState
+from attnfast.nn._layer import RecurrentState
 from attnfast.nn._linear import linear
 from attnfast.nn.attention import check_sizes
 

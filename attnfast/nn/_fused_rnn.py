@@ -1,10 +1,8 @@
-"""Run a recurrent layer: by one operator where it applies, otherwise step by step."""
+"""Run a recurrent layer by one operator if one can, else step by step; say why."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +13,8 @@ from attnfast._utils.dispatch_log import is_recording, record
 from attnfast._utils.torch_private import has_dispatch_mode, has_tangents, is_autocast_on
 from attnfast.decoding import Memory
 from attnfast.functional import coverage_call
+from attnfast.nn._layer import NAMES, Layer, LayerOutputs, Packed, RecurrentState
+from attnfast.nn._layer_steps import run_no_step, run_steps
 from attnfast.nn._linear import is_plain, not_plain_reason
 from attnfast.nn.attention import BahdanauAttention, LuongAttention
 from attnfast.nn.local import LocalAttention, SpanState
@@ -28,7 +28,7 @@ from attnfast.nn.stateful import (
 )
 from attnfast.nn.wrappers import GatedAttention
 from attnfast.ops import dispatch
-from attnfast.ops.arguments import apply_temperature, length_mask
+from attnfast.ops.arguments import apply_temperature
 from attnfast.ops.backends import (
     BACKENDS,
     HALF,
@@ -38,143 +38,8 @@ from attnfast.ops.backends import (
 )
 from attnfast.ops.coverage import CoverageInputs
 from attnfast.ops.operators import is_tracing
-from attnfast.ops.recurrent import GATES, RECURRENT, WEIGHTS, RecurrentInputs, feed_size
-from attnfast.ops.reference import cell_step, dropped
+from attnfast.ops.recurrent import RECURRENT, WEIGHTS, RecurrentInputs, feed_size
 from attnfast.ops.span import rows_at
-
-#: The parameters of a cell.
-NAMES = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
-CELL_STEPS = {"tanh": torch.rnn_tanh_cell, "gru": torch.gru_cell, "lstm": torch.lstm_cell}
-
-
-class RecurrentState(NamedTuple):
-    """State of a recurrent layer between calls; a beam search reorders it.
-
-    ``hidden``: ``[L, B, H]`` for L layers, or ``[B, H]`` for one. ``cell``: the same for an LSTM,
-    or None. ``feed [B, F]``: the last output of the attention, if it is fed to the next step, or
-    None for zeros. ``history``: the attention's history, or None. ``packed``: the packed
-    parameters that the steps share.
-
-    Example:
-        >>> attention = attnfast.nn.BahdanauAttention(6, 8, 4)
-        >>> layer = attnfast.nn.AttentionGRU(3, 6, 8, attention)
-        >>> memory = layer.prepare(torch.randn(2, 5, 8))
-        >>> _, state = layer(torch.randn(2, 1, 3), memory)  # one step of a search
-        >>> state.index_select(torch.tensor([1, 1, 0])).hidden.shape
-        torch.Size([1, 3, 6])
-    """
-
-    hidden: Tensor
-    cell: Tensor | None = None
-    feed: Tensor | None = None
-    history: Any = None
-    packed: Any = None
-
-    def __reduce__(self):
-        return type(self), (*self[:-1], None)  # packed parameters stay in this process
-
-    def index_select(self, index: Tensor) -> RecurrentState:
-        """Return the state of the sequences ``index``."""
-        axes = {"hidden": -2, "cell": -2, "feed": 0}
-        given = {name: axis for name, axis in axes.items() if getattr(self, name) is not None}
-        chosen: dict[str, Any] = {
-            name: getattr(self, name).index_select(axis, index) for name, axis in given.items()
-        }
-        if self.history is not None:
-            chosen["history"] = self.history.index_select(index)
-        return self._replace(**chosen)
-
-
-class Layer(NamedTuple):
-    """A recurrent layer: the parameters of its cell, as in ``nn.GRU``, or a module.
-
-    With ``weight_ih_upper`` it is a stack, whose parameters are stacked, ``[L, ..]``: see
-    :class:`attnfast.ops.recurrent.RecurrentInputs`. ``output`` computes the attentional vectors,
-    before their tanh if there is one. ``rnn`` is called step by step if its parameters are not
-    equivalent to it.
-    """
-
-    mode: str
-    weight_ih: Tensor | None = None
-    weight_hh: Tensor | None = None
-    bias_ih: Tensor | None = None
-    bias_hh: Tensor | None = None
-    output: Any = None
-    attends_first: bool = True
-    rnn: Any = None
-    weight_ih_upper: Tensor | None = None
-    output_tanh: bool = True
-
-    @classmethod
-    def of(cls, rnn: Any, **options: Any) -> Layer:
-        """Return the layers of an ``nn.GRU`` or ``nn.LSTM`` in one direction."""
-        mode = "lstm" if isinstance(rnn, nn.LSTM) else "gru"
-        if not is_plain(rnn, nn.GRU, nn.LSTM) or rnn.bidirectional or rnn.proj_size:
-            return cls(mode, rnn=rnn, **options)
-        every = [[getattr(rnn, f"{x}_l{i}", None) for x in NAMES] for i in range(rnn.num_layers)]
-        return cls.stack(mode, every, **options)
-
-    @classmethod
-    def of_cells(cls, *cells: Any, **options: Any) -> Layer:
-        """Return the layer of an ``nn.GRUCell``, ``nn.LSTMCell`` or ``nn.RNNCell``, or a stack."""
-        every = [[getattr(cell, x) for x in NAMES] for cell in cells]
-        weight_hh = every[0][1]
-        gates = weight_hh.shape[0] // weight_hh.shape[1]
-        mode = next(mode for mode, number in GATES.items() if number == gates)
-        return cls.stack(mode, every, **options)
-
-    @classmethod
-    def stack(cls, mode: str, every: Sequence[Sequence[Any]], **options: Any) -> Layer:
-        """Return a stack of layers; each item has one layer's parameters, ordered as NAMES."""
-        if len(every) == 1:
-            return cls(mode, *every[0], **options)
-        weight_ih, *rest = zip(*every)
-        of_all: list[Any] = [None if x[0] is None else torch.stack(x) for x in rest]
-        options["weight_ih_upper"] = torch.stack(weight_ih[1:])
-        return cls(mode, weight_ih[0], *of_all, **options)
-
-    def at(self, number: int) -> Layer:
-        """Return one of the layers of a stack."""
-        if self.weight_ih_upper is None:
-            return self
-        own = {x: getattr(self, x) for x in NAMES[1:]}
-        weight = self.weight_ih_upper[number - 1] if number else self.weight_ih
-        own = {x: None if y is None else y[number] for x, y in own.items()}
-        return self._replace(**own, weight_ih=weight, weight_ih_upper=None)
-
-    def feed_size(self, features: int) -> int:
-        """Return the number of features that the layer reads in addition to its inputs."""
-        size = self.rnn.input_size if self.weight_ih is None else self.weight_ih.shape[1]
-        return size - features
-
-
-class Packed(NamedTuple):
-    """Parameters packed by a backend, and the versions that show later changes."""
-
-    backend: str
-    tensor: Tensor
-    parameters: list[Tensor | None]  # referenced, so that their memory is not reused
-    versions: list[int]
-
-
-class LayerOutputs(NamedTuple):
-    """Outputs of a layer at every step, ``[B, T, ..]``, or None.
-
-    For a stack, states and cells are those of all layers, ``[L, B, T, H]``.
-    """
-
-    states: Tensor
-    cells: Tensor | None
-    contexts: Tensor | None
-    weights: Tensor | None
-    attentional: Tensor | None
-    history: Any
-    packed: Packed | None = None
-
-    @property
-    def output(self) -> Tensor:
-        """The states ``[B, T, H]`` of the only or the last layer."""
-        return self.states if self.states.dim() == 3 else self.states[-1]
 
 
 def select_layer_backend(
@@ -318,9 +183,9 @@ def run_layer(
     ran = f"one operator on {backend}" if backend else "step by step"
     record("recurrent layer", ran, reason)
     if backend is None and input.shape[1] == 0:
-        return _run_no_step(layer, input, state, attention, memory, need_weights)
+        return run_no_step(layer, input, state, attention, memory, need_weights)
     if backend is None:
-        return _run_steps(
+        return run_steps(
             layer, input, state, attention, memory, target_lengths=target_lengths,
             target_mask=target_mask, need_weights=need_weights, dropouts=given,
             zoneout=zoneout, detach_history=detach_history,
@@ -481,154 +346,6 @@ def _packed(call: RecurrentInputs, backend: str, before: Packed | None) -> Packe
     wide = upcast_halves(call)
     tensor = BACKENDS[backend].pack(*[getattr(wide, x) for x in names], feed_size(call), call.mode)
     return None if tensor is None else Packed(backend, tensor, parameters, versions)
-
-
-def _run_steps(
-    layer: Layer,
-    input: Tensor,
-    state: Any,
-    attention: Any,
-    memory: Memory | None,
-    *,
-    target_lengths: Tensor | None,
-    target_mask: Tensor | None,
-    need_weights: bool,
-    zoneout: bool = False,
-    detach_history: bool = False,
-    dropouts: Mapping[str, Tensor] = MappingProxyType({}),
-) -> LayerOutputs:
-    """Run the layer step by step, with any attention."""
-    h, c, history = state.hidden, state.cell, state.history
-    stacked = h.dim() == 3
-    every = [layer.at(i) for i in range(len(h))] if layer.weight_ih_upper is not None else []
-    features = layer.feed_size(input.shape[-1])
-    f = input.new_zeros(input.shape[0], features) if state.feed is None else state.feed
-    has_history = getattr(attention, "has_history", False)
-    rows: list[list[Any]] = [[] for _ in range(5)]
-
-    def attend(h: Tensor, t: int) -> tuple[Any, Any, Any]:
-        h, form = _drop(h, masks.get("dropout_query")), "dense" if need_weights else False
-        if not has_history:
-            return *attention(h, memory, form), history
-        mask = None if target_lengths is None else target_lengths > t
-        mask = mask if target_mask is None else target_mask[:, t]
-        context, weights, after = attention(h, memory, history, form, mask)
-        return context, weights, after.detach() if detach_history else after
-
-    if target_lengths is not None:  # NaN in padding must not leak into gradients
-        input = input.masked_fill(~length_mask(target_lengths, input.shape[1]).unsqueeze(-1), 0)
-    for t, x in enumerate(input.unbind(1)):
-        context = weights = attentional = None
-        masks = {n: y if n == "dropout" else y.select(-2, t) for n, y in dropouts.items()}
-        if attention is not None and layer.attends_first:
-            context, weights, history = attend(h[-1] if stacked else h, t)
-            f = context
-        if features:
-            x = torch.cat([x, _drop(f, masks.get("dropout_feed"))], -1)
-        if every:
-            new_h, new_c = _move_all(every, x, h, c, masks, zoneout)
-        else:
-            new_h, new_c = _move(layer, x, h, c, masks, zoneout)
-        last = new_h[-1] if stacked else new_h
-        if attention is not None and not layer.attends_first:
-            context, weights, history = attend(last, t)
-            f = context
-        if layer.output is not None:
-            both = torch.cat([context, last], -1)  # type: ignore[list-item]
-            attentional = layer.output(_drop(both, masks.get("dropout_joined")))
-            attentional = attentional.tanh() if layer.output_tanh else attentional
-            f = attentional = _drop(attentional, masks.get("dropout_output"))
-        shown = [new_h, new_c, context, weights, attentional]
-        if target_lengths is not None:
-            padding = target_lengths <= t
-            for i, y in enumerate(shown):
-                axes = 1 if i < 2 else y.dim() - 1 if y is not None else 0  # states of all layers
-                if y is not None:
-                    shown[i] = y.masked_fill(padding.view(-1, *[1] * axes), 0)
-        h, c = new_h, new_c
-        for values, y in zip(rows, shown):
-            values.append(y)
-    done: list[Any] = [None if not x or x[0] is None else torch.stack(x, -2) for x in rows]
-    if isinstance(history, SpanState) and target_lengths is not None:
-        first = 0 if state.history is None else state.history.rows
-        history = history._replace(rows=first + target_lengths)
-    return LayerOutputs(done[0], done[1], done[2], done[3], done[4], history)
-
-
-def _run_no_step(
-    layer: Layer, input: Tensor, state: Any, attention: Any, memory: Any, need_weights: bool
-) -> LayerOutputs:
-    """Return the outputs for an input without steps: those of one step, cut to length 0."""
-    if getattr(attention, "has_history", False) and state.history is None:
-        inner: Any = attention
-        while not hasattr(inner, "start"):  # wrapped
-            inner = inner.attention
-        state = state._replace(history=inner.start(memory))
-    step = _run_steps(
-        layer, input.new_zeros(input.shape[0], 1, input.shape[2]), state, attention, memory,
-        target_lengths=None, target_mask=None, need_weights=need_weights,
-    )  # fmt: skip
-    rows: dict[str, Any] = {
-        x: y[..., :0, :] for x, y in step._asdict().items() if isinstance(y, Tensor)
-    }
-    return step._replace(**rows, history=state.history)
-
-
-def _drop(x: Any, mask: Tensor | None) -> Any:
-    """Return x times a dropout mask, if there is one."""
-    return x if mask is None else x * mask
-
-
-def _move_all(
-    layers: list[Layer],
-    x: Tensor,
-    h: Tensor,
-    c: Tensor | None,
-    masks: Mapping[str, Tensor],
-    zoneout: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    """Return the next states and cells of a stack ``[L, B, H]``."""
-    states, cells = [], []
-    names = [x for x in ("dropout", "dropout_state", "dropout_cell") if x in masks]
-    for i, layer in enumerate(layers):
-        if i and "dropout_between" in masks:
-            x = x * masks["dropout_between"][i - 1]
-        layer_masks = {name: masks[name][i] for name in names}
-        x, cell = _move(layer, x, h[i], None if c is None else c[i], layer_masks, zoneout)
-        states.append(x)
-        cells.append(cell)
-    return torch.stack(states), None if c is None else torch.stack(cells)  # type: ignore[arg-type]
-
-
-def _move(
-    layer: Layer,
-    x: Tensor,
-    h: Tensor,
-    c: Tensor | None,
-    masks: Mapping[str, Tensor],
-    zoneout: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    """Return the next state and cell."""
-    state_masks = [masks.get(name) for name in ("dropout_state", "dropout_cell")]
-    if any(mask is not None for mask in state_masks):
-        now = _move(layer, x, h, c, {n: y for n, y in masks.items() if n == "dropout"}, zoneout)
-        updates = zip(now, (h, c), state_masks)
-        return tuple(x if m is None else dropped(x, before, m, zoneout) for x, before, m in updates)  # type: ignore[return-value]
-    if layer.rnn is not None:
-        hidden = h if h.dim() == 3 else h.unsqueeze(0)
-        if c is None:
-            return layer.rnn(x.unsqueeze(1), hidden)[1].view_as(h), None
-        states = layer.rnn(x.unsqueeze(1), (hidden, c.view_as(hidden)))[1]
-        return states[0].view_as(h), states[1].view_as(c)
-    weights: Any = (layer.weight_ih, layer.weight_hh, layer.bias_ih, layer.bias_hh)
-    if "dropout" in masks:
-        call = RecurrentInputs(x, h, weights[0], weights[1], c, bias_hh=layer.bias_hh)
-        call = call._replace(dropout=masks["dropout"], mode=layer.mode)
-        return cell_step(call, F.linear(x, weights[0], layer.bias_ih), h, c)[:2]
-    step: Any = CELL_STEPS[layer.mode]
-    if layer.mode == "lstm":
-        return step(x, (h, c), *weights)
-    return step(x, h, *weights), c
 
 
 def _reversed(x: Tensor, lengths: Tensor | None) -> Tensor:

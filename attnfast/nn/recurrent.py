@@ -22,7 +22,8 @@ from attnfast._utils.checks import (
 )
 from attnfast._utils.torch_private import has_dispatch_mode, is_autocast_on
 from attnfast.decoding import Memory, check_memory
-from attnfast.nn._fused_rnn import NAMES, Layer, RecurrentState, run_layer, split_gate
+from attnfast.nn._fused_rnn import run_layer, split_gate
+from attnfast.nn._layer import NAMES, Layer, RecurrentState
 from attnfast.nn.attention import _Attention, _AttentionWrapper, check_sizes
 from attnfast.nn.stateful import last_of
 from attnfast.ops.operators import is_tracing

@@ -22,7 +22,7 @@ from attnfast.integrations.fused_decoders import (
     run_decoder,
 )
 from attnfast.integrations.helpers import attend_to_source, batch_first, is_plain, project_both
-from attnfast.nn._fused_rnn import Layer, RecurrentState
+from attnfast.nn._layer import Layer, RecurrentState
 
 
 def parts(attention):

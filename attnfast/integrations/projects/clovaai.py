@@ -10,7 +10,7 @@ from attnfast.decoding import Memory
 from attnfast.integrations.adapter import Adapter, UnsupportedCall
 from attnfast.integrations.fused_decoders import fusion_skip_reason, run_decoder, state_of
 from attnfast.integrations.helpers import attend_to_source, is_plain, project
-from attnfast.nn._fused_rnn import Layer
+from attnfast.nn._layer import Layer
 
 
 class Recognition:

@@ -15,7 +15,8 @@ from attnfast.integrations.fused_decoders import (
     run_decoder,
 )
 from attnfast.integrations.helpers import attend_to_source, is_plain, keep_in_graph
-from attnfast.nn._fused_rnn import Layer, RecurrentState, run_layer
+from attnfast.nn._fused_rnn import run_layer
+from attnfast.nn._layer import Layer, RecurrentState
 from attnfast.nn.stateful import CumulativeState, LocationAwareAttention
 from attnfast.ops.coverage import NORMALISATIONS
 

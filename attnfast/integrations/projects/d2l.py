@@ -15,7 +15,7 @@ from attnfast.integrations.fused_decoders import (
     state_of,
 )
 from attnfast.integrations.helpers import attend_to_source, project
-from attnfast.nn._fused_rnn import Layer
+from attnfast.nn._layer import Layer
 from attnfast.ops.arguments import length_mask
 
 EMPTY = "a row without keys has weights 0 instead of equal ones"

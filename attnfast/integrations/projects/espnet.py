@@ -24,7 +24,8 @@ from attnfast.integrations.helpers import (
     multiplied,
     together,
 )
-from attnfast.nn._fused_rnn import Layer, RecurrentState, run_layer
+from attnfast.nn._fused_rnn import run_layer
+from attnfast.nn._layer import Layer, RecurrentState
 from attnfast.nn.stateful import CoverageAttention, CumulativeState, LocationAwareAttention
 from attnfast.ops.arguments import length_mask
 

@@ -21,7 +21,8 @@ from attnfast.integrations.projects.espnet import (
     history_of,
     lengths_of,
 )
-from attnfast.nn._fused_rnn import Layer, RecurrentState, run_layer
+from attnfast.nn._fused_rnn import run_layer
+from attnfast.nn._layer import Layer, RecurrentState
 from attnfast.nn.stateful import CumulativeState
 
 

@@ -21,7 +21,8 @@ from attnfast.integrations.fused_decoders import (
     state_of,
 )
 from attnfast.integrations.helpers import attend_to_source, is_plain, project
-from attnfast.nn._fused_rnn import Layer, run_layer
+from attnfast.nn._fused_rnn import run_layer
+from attnfast.nn._layer import Layer
 
 
 class Luong:

@@ -21,7 +21,7 @@ from attnfast.integrations.fused_decoders import (
     state_of,
 )
 from attnfast.integrations.helpers import attend_to_source, is_plain, project, project_joined
-from attnfast.nn._fused_rnn import Layer
+from attnfast.nn._layer import Layer
 from attnfast.ops.arguments import length_mask
 
 

@@ -16,7 +16,7 @@ from attnfast.integrations.fused_decoders import (
     state_of,
 )
 from attnfast.integrations.helpers import attend_to_source
-from attnfast.nn._fused_rnn import Layer
+from attnfast.nn._layer import Layer
 from attnfast.nn.stateful import CumulativeState, LocationAwareAttention
 
 

@@ -23,7 +23,7 @@ from attnfast.integrations.helpers import (
     project,
     project_both,
 )
-from attnfast.nn._fused_rnn import Layer, RecurrentState
+from attnfast.nn._layer import Layer, RecurrentState
 
 
 class Translation:

@@ -20,7 +20,7 @@ from attnfast.integrations.fused_decoders import (
     state_of,
 )
 from attnfast.integrations.helpers import attend_to_source, is_plain, keep_in_graph, project_both
-from attnfast.nn._fused_rnn import NAMES, Layer
+from attnfast.nn._layer import NAMES, Layer
 
 
 class Yoyodyne:
