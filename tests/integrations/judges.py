@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -80,8 +81,12 @@ class Replacements:
             for found in attnfast.replace(module).found:
                 if found.adapter is not None:
                     self.seen.add(found.module)
-                    kind = self.skipped if found.skip_reason else self.served
-                    kind[found.adapter.name] += 1
+                    name, reason = found.adapter.name, found.skip_reason
+                    if not reason:
+                        self.served[name] += 1
+                    else:  # without its numbers and the configuration
+                        short = re.sub(r" by (nan|[\d.e+-]+)", "", reason).partition(",")[0]
+                        self.skipped[f"{name} skipped: {short}"] += 1
         finally:
             self.busy = False
 
@@ -151,7 +156,7 @@ def main(checkouts: Path) -> int:
         ).stdout.strip()
         passed = [sum(x == "passed" for x in of.values()) for of in (plain, served)]
         of_adapters = ", ".join(f"{n} × {x}" for x, n in made["served"].items()) or "none"
-        of_adapters += "".join(f"; {n} × {x} skipped" for x, n in made["skipped"].items())
+        of_adapters += "".join(f"; {n} × {x}" for x, n in made["skipped"].items())
         print(f"| {name} | {commit} | {passed[0]}, {len(plain)} | {passed[1]} | {of_adapters} |")
         for test in sorted(plain.keys() | served.keys()):
             if plain.get(test) != served.get(test):
