@@ -230,7 +230,7 @@ def judges() -> Table:
     table |= {
         "repetition": (diagnostics.repetition, {"words": ["a", "b", "a"], "size": 2}),
         "alignment_score": (
-            diagnostics.alignment_score, {"found": found, "sure": found, "possible": found},
+            diagnostics.alignment_score, {"predicted": found, "sure": found, "possible": found},
         ),
         "Thresholds": (
             diagnostics.Thresholds,
@@ -312,7 +312,7 @@ def pictures() -> Table:
         ),
         "draw_pointing": (
             plots.draw_pointing,
-            {"points": torch.rand(4, 2), "wanted": [0, 1, 2], "answer": [0, 2, 3],
+            {"points": torch.rand(4, 2), "target": [0, 1, 2], "predicted": [0, 2, 3],
              "weights": weights},
         ),
         "draw_addressing": (

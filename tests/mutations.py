@@ -1137,7 +1137,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
             ('or own["_backward_hooks"]', ""),
             ('or "forward" in own', ""),
         ],
-        "_why_not_served": [
+        "_own_code_reason": [
             ("is_transformed() or has_global_hooks()", "is_transformed()"),
             ("if torch.jit.is_tracing():", "if False:"),
             ("if torch.onnx.is_in_onnx_export():", "if False:"),

@@ -181,7 +181,7 @@ def unpacked(x: Tensor, lengths: Tensor | None = None, **_: Any) -> Any:
     return x
 
 
-def why_not(backend, device, dtype=None, operator="attention", *_):
+def attention_skip_reason(backend, device, dtype=None, operator="attention", *_):
     """Return why a backend cannot run: a GPU's want a GPU, the CPU's a CPU."""
     wanted = {"cuda": "cuda", "triton": "cuda", "cpu": "cpu"}.get(backend, device.type)
     if backend != "reference" and not hasattr(getattr(torch.ops, f"attnfast_{backend}"), operator):
@@ -190,7 +190,7 @@ def why_not(backend, device, dtype=None, operator="attention", *_):
 
 
 backends.load_library("_C_cpu")
-backends.unsupported_reason = why_not
+backends.unsupported_reason = attention_skip_reason
 for name, stand_in in {
     "is_available": lambda: True,
     "get_device_name": lambda *_: "a pretence",

@@ -81,11 +81,11 @@ FAULTS = {
         "gradients differ in scorer.bias by being None instead of a tensor [1]; keep_in_graph ",
         "unlike",
     ),
-    "context = multiplied(context, weights, source)": (
+    "context = promote_dtype(context, weights, source)": (
         "",
         "results differ by dtype: torch.bfloat16 [3, 8] instead of torch.float32 [3, 8] in call "
-        "1[0]; multiplied gives a result the dtype",
-        "in call 1[0], under autocast to bfloat16; multiplied",
+        "1[0]; promote_dtype gives a result the dtype",
+        "in call 1[0], under autocast to bfloat16; promote_dtype",
     ),
     "else ~padding": ("else padding", "results differ by ", "in call 1[0], in float64 with batch"),
     "self.of_state(state), key": (
@@ -126,7 +126,7 @@ def test_faults_are_found_where_they_show(fault, check):
 
 def test_what_a_line_counts(check):
     """Dtypes that differ are counted where they do; the replacement serves all calls."""
-    code = CODE[1].replace("context = multiplied(context, weights, source)", "")
+    code = CODE[1].replace("context = promote_dtype(context, weights, source)", "")
     out = check(f"{WORDS} --adapters my_adapter", status=1, my_adapter=code)
     cells = {x[:47].strip(): x[47:].split() for x in out.splitlines() if re.match("  (in|un)", x)}
     assert len(cells) == 5 and all(x[5] == x[7] for x in cells.values())

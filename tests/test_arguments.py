@@ -33,7 +33,7 @@ ABSENT = {
         "|NeuralTuringMachine.(address|step)|.*.parts|.*reset_parameters"
     ),
     "for those who write adapters, with what they read from another project's module": (
-        "Adapter.*|ProbeInputs.*|UnsupportedCall|attend_to_source|batch_first|cached_per_source|keep_in_graph|multiplied|project.*"
+        "Adapter.*|ProbeInputs.*|UnsupportedCall|attend_to_source|batch_first|cached_per_source|keep_in_graph|promote_dtype|project.*"
     ),
     "files of recordings, which answer in tests/test_speech.py": "read_wav|read_recordings",
     "checks of the package's own": "check_memory",

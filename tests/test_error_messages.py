@@ -120,8 +120,8 @@ MESSAGES = {
         ({"min_weight": 2}, "min_weight must be a number from 0 to 1"),
         ({"null": -2}, "null must be None")],
     "alignment_score": [
-        ({"found": [set()], "sure": []}, "found must be of as many sentences as sure, 0"),
-        ({"found": [{}], "sure": [set()]}, "found must be sets of links")],
+        ({"predicted": [set()], "sure": []}, "predicted must be of as many sentences as sure, 0"),
+        ({"predicted": [{}], "sure": [set()]}, "predicted must be sets of links")],
     "head_roles": [({"weights": rand(2, 3, 5)}, "weights must be [B, H, Tq, Tk]")],
     "Thresholds": [
         ({"diffuse": 2}, "diffuse must be a number from 0 to 1"),

@@ -206,7 +206,7 @@ FITS: dict[str, tuple[tuple[str, str, str], ...]] = {
         ("draw_(listening|addressing)", "weights|x|output|read|written", "longer in axis [12]"),
         ("draw_(hops|pointing)", "weights", "longer in axis 0"),
         ("draw_.*", "source|question|note|axis", "word"),
-        ("draw_pointing", "wanted|answer", "empty list"),
+        ("draw_pointing", "target|predicted", "empty list"),
     ),
     "any module may stand there": (("Encoder|Seq2Seq", "self_attention|pointer", "module"),),
     "any hashable is a word": (

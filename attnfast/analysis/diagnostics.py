@@ -510,7 +510,7 @@ class AlignmentScore(NamedTuple):
 
     Example:
         >>> from attnfast.analysis.diagnostics import alignment_score
-        >>> alignment_score(found=[{(0, 0), (1, 0)}], sure=[{(0, 0)}], possible=[{(1, 0)}])
+        >>> alignment_score(predicted=[{(0, 0), (1, 0)}], sure=[{(0, 0)}], possible=[{(1, 0)}])
         AlignmentScore(precision=1.0, recall=1.0, f1=1.0, error_rate=0.0)
     """
 
@@ -521,7 +521,7 @@ class AlignmentScore(NamedTuple):
 
 
 def alignment_score(
-    found: Iterable[LinkSet], sure: Iterable[LinkSet], possible: Iterable[LinkSet] | None = None
+    predicted: Iterable[LinkSet], sure: Iterable[LinkSet], possible: Iterable[LinkSet] | None = None
 ) -> AlignmentScore:
     r"""Compare links with reference links, over all sentences together.
 
@@ -529,12 +529,12 @@ def alignment_score(
               \mathrm{AER} = 1 - \frac{|A \cap S| + |A \cap P|}{|A| + |S|}
 
     Args:
-        found: A, links ``(source, target)`` of every sentence, as :func:`extract_alignment` returns
-            them.
+        predicted: A, links ``(source, target)`` of every sentence, as :func:`extract_alignment`
+            returns them.
         sure: S, the required links. A word without a link is aligned to NULL.
         possible: P, the allowed links, which always include the sure ones. None: no others.
 
-    Without any link, found or sure, the error rate is 0, and so are precision and recall.
+    Without any link, predicted or sure, the error rate is 0, and so are precision and recall.
 
     Paper: Och and Ney, "A Systematic Comparison of Various Statistical Alignment Models",
     Computational Linguistics 29(1), 2003.
@@ -544,13 +544,13 @@ def alignment_score(
         >>> score.precision, score.recall
         (1.0, 0.5)
     """
-    found, sure = _link_sets("found", found), _link_sets("sure", sure)
+    predicted, sure = _link_sets("predicted", predicted), _link_sets("sure", sure)
     possible = [set()] * len(sure) if possible is None else _link_sets("possible", possible)
-    for name, x in (("found", found), ("possible", possible)):
+    for name, x in (("predicted", predicted), ("possible", possible)):
         if len(x) != len(sure):
             raise_value_error(name, f"of as many sentences as sure, {len(sure)}", len(x))
     counts: Counter[str] = Counter()
-    for a, s, p in zip(found, sure, possible):
+    for a, s, p in zip(predicted, sure, possible):
         counts.update(A=len(a), S=len(s), AS=len(a & s), AP=len(a & (p | s)))
     A, S, AS, AP = (counts[x] for x in ("A", "S", "AS", "AP"))
     precision, recall = (AP / A if A else 0.0), (AS / S if S else 0.0)

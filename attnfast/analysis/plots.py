@@ -277,13 +277,14 @@ def draw_hops(weights: Tensor, sentences: Sequence[str], question: str) -> bytes
 
 
 def draw_pointing(
-    points: Tensor, wanted: Sequence[int], answer: Sequence[int], weights: Tensor
+    points: Tensor, target: Sequence[int], predicted: Sequence[int], weights: Tensor
 ) -> bytes:
     """Draw the polygon of a pointer network over the true one, and the weights of each step.
 
     Args:
         points: ``[N, 2]``.
-        wanted, answer: the corners of both as indices of points, from 0 on.
+        target, predicted: the corners of the true polygon and of the network's, as indices of
+            points from 0 on.
         weights: ``[T, 1 + N]``, a row for each step: the end, then the points.
 
     Example:
@@ -295,7 +296,7 @@ def draw_pointing(
     """
     check_array("points", points, "floating-point", ("N", 2))
     check_array("weights", weights, "floating-point", ("T", 1 + len(points)), of="points")
-    for name, corners in (("wanted", wanted), ("answer", answer)):
+    for name, corners in (("target", target), ("predicted", predicted)):
         if not isinstance(corners, Sequence) or not all(map(is_int, corners)):
             raise_type_error(name, "numbers of points", describe(corners))
         for corner in corners:
@@ -304,8 +305,8 @@ def draw_pointing(
     figure = _figure(9, 4.2)
     left, right = figure.subplots(1, 2)
     for corners, style in (
-        (wanted, dict(color=COLOURS["none"], linestyle="--", linewidth=2, label="hull")),
-        (answer, dict(color=COLOURS["fused"], linewidth=1.5, label="pointed at")),
+        (target, dict(color=COLOURS["none"], linestyle="--", linewidth=2, label="hull")),
+        (predicted, dict(color=COLOURS["fused"], linewidth=1.5, label="pointed at")),
     ):
         x, y = points[[*corners, *corners[:1]]].detach().float().cpu().unbind(-1)
         left.plot(x.tolist(), y.tolist(), **style)

@@ -6,10 +6,10 @@ from attnfast.integrations.helpers import (
     attend_to_source,
     batch_first,
     keep_in_graph,
-    multiplied,
     project,
     project_both,
     project_joined,
+    promote_dtype,
 )
 from attnfast.integrations.registry import ADAPTERS, register_adapter
 from attnfast.integrations.replace import Report, replace
@@ -24,10 +24,10 @@ __all__ = [
     "batch_first",
     "cached_per_source",
     "keep_in_graph",
-    "multiplied",
     "project",
     "project_both",
     "project_joined",
+    "promote_dtype",
     "register_adapter",
     "replace",
 ]

@@ -20,10 +20,10 @@ __all__ = [
     "batch_first",
     "is_plain",
     "keep_in_graph",
-    "multiplied",
     "project",
     "project_both",
     "project_joined",
+    "promote_dtype",
     "together",
 ]
 
@@ -62,7 +62,9 @@ def is_plain(layer: nn.Module, *kinds: type) -> bool:
     return _linear.is_plain(layer, *(kinds or [nn.Linear]))
 
 
-def halves(module: nn.Module, layer: nn.Module, n: int, source: Tensor) -> tuple[Tensor, Tensor]:
+def split_weight(
+    module: nn.Module, layer: nn.Module, n: int, source: Tensor
+) -> tuple[Tensor, Tensor]:
     """Return the first n columns of a layer's weight and the others, cached per source.
 
     The gradient of a slice is as large as the whole weight, so slicing at every step costs more.
@@ -95,7 +97,7 @@ def project_both(
         True
     """
     first = states if states_first else query
-    query_weight, states_weight = halves(module, layer, first.shape[-1], states)
+    query_weight, states_weight = split_weight(module, layer, first.shape[-1], states)
     if states_first:
         query_weight, states_weight = states_weight, query_weight
     key = cached_per_source(
@@ -117,7 +119,7 @@ def project_joined(
     """
     if not is_plain(layer):
         return layer(torch.cat([context, query], -1))
-    context_weight, query_weight = halves(module, layer, context.shape[-1], source)
+    context_weight, query_weight = split_weight(module, layer, context.shape[-1], source)
     bias: Any = layer.bias
     return F.linear(context, context_weight) + F.linear(query, query_weight, bias)
 
@@ -231,7 +233,7 @@ def attend_to_map(
         key = _rows(conv(features))
     value = cached_per_source(module, "value", lambda: _rows(features), key, source=features)
     context, weights = attend_to_source(module, query, key, value, score_vector, mask=mask)
-    return multiplied(context, weights, features)
+    return promote_dtype(context, weights, features)
 
 
 def _rows(features: Tensor) -> Tensor:
@@ -244,7 +246,7 @@ def _fits(mask: Tensor, shape: tuple[int, ...]) -> bool:
     return mask.dim() == len(shape) and all(m in (n, 1) for m, n in zip(mask.shape, shape))
 
 
-def multiplied(x: Tensor, *terms: Tensor) -> Tensor:
+def promote_dtype(x: Tensor, *terms: Tensor) -> Tensor:
     """Return x in the dtype of an elementwise product and sum, as the project computes it.
 
     Under autocast a matrix product and the operators here return the autocast dtype; an elementwise
@@ -252,7 +254,7 @@ def multiplied(x: Tensor, *terms: Tensor) -> Tensor:
 
     Example:
         >>> context, gate = torch.ones(2, 8, dtype=torch.bfloat16), torch.ones(2, 8)
-        >>> attnfast.integrations.multiplied(context, gate).dtype
+        >>> attnfast.integrations.promote_dtype(context, gate).dtype
         torch.float32
     """
     dtype = x.dtype

@@ -113,7 +113,7 @@ def _is_as_it_was(module: nn.Module, kinds: frozenset[type]) -> bool:
     return True
 
 
-def _why_not_served(module: Any) -> str:
+def _own_code_reason(module: Any) -> str:
     """Return why the module's own code computes a call, or an empty string."""
     if torch.jit.is_tracing():
         return "a graph is traced that may run without attnfast, as ONNX's do"
@@ -147,7 +147,7 @@ def _either(
 
     @wraps(theirs)
     def method(self, *args, **kwargs):
-        reason = _why_not_served(self)
+        reason = _own_code_reason(self)
         taken, named = args, kwargs
         if new and not reason:
             taken, named = (), {**dict(zip(order, args)), **kwargs}

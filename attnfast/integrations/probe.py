@@ -366,7 +366,7 @@ def _cure(a: Any, b: Any, config: ProbeConfig) -> str:
         return "; keep_in_graph gives a parameter gradient 0 that cannot change a result"
     both = isinstance(a, Tensor) and isinstance(b, Tensor)
     if config.autocast and both and a.dtype == torch.promote_types(a.dtype, b.dtype) != b.dtype:
-        return "; multiplied gives a result the dtype of an elementwise product"
+        return "; promote_dtype gives a result the dtype of an elementwise product"
     return ""
 
 

@@ -162,7 +162,7 @@ def translate(model, draw, packed):
                     yield model(*source, draw.words(sizes[1], B, T).T, ratio)
 
 
-def why_not_whole(model):
+def loop_skip_reason(model):
     """Return why the operator cannot run a model, or None."""
     from attnfast.integrations.inspection import unsupported_attributes  # it imports the adapters
 
@@ -210,7 +210,7 @@ ADAPTERS = [
             attention="decoder.attention",
             example=partial(translate, packed=packed),
             weight_scale=2.0,  # a recurrence amplifies rounding errors
-            skip_reason=why_not_whole,
+            skip_reason=loop_skip_reason,
             note=f"a row without keys has weights 0 instead of equal ones; {LOOP}",
         )
         for edition, implementation, packed in (

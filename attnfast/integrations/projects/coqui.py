@@ -58,7 +58,7 @@ class Original:
         return keep_in_graph(context, bias)
 
 
-def why_not_whole(decoder):
+def loop_skip_reason(decoder):
     """Return why the operator does not support a decoder, or None."""
     attention = decoder.attention
     if not getattr(attention, "location_attention", False) or attention.forward_attn:
@@ -75,7 +75,7 @@ def layers_of(self, T, inputs):
     """
     attention, cells = self.attention, (self.attention_rnn, self.decoder_rnn)
     layers = [Layer.of_cells(x, attends_first=False) for x in cells]
-    reason = why_not_whole(self)
+    reason = loop_skip_reason(self)
     if attention.windowing and not attention.training:
         reason = "its weights have windows in evaluation"
     if reason:
@@ -221,7 +221,7 @@ ADAPTERS = [
         attention="attention",
         example=speak,
         weight_scale=4.0,  # a recurrence amplifies rounding errors
-        skip_reason=why_not_whole,
+        skip_reason=loop_skip_reason,
         note=f"{EMPTY}; {LOOP}",
         dtype=torch.float32,
     ),

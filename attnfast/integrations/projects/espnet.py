@@ -21,7 +21,7 @@ from attnfast.integrations.fused_decoders import (
 from attnfast.integrations.helpers import (
     attend_to_source,
     keep_in_graph,
-    multiplied,
+    promote_dtype,
     together,
 )
 from attnfast.nn._fused_rnn import run_layer
@@ -60,7 +60,7 @@ def score(self, query, scale, **more):
         self, query, self.pre_compute_enc_h, score_vector=self.gvec.weight, **more
     )
     if context is not None:
-        context = keep_in_graph(multiplied(context, weights, self.enc_h), self.gvec.bias)
+        context = keep_in_graph(promote_dtype(context, weights, self.enc_h), self.gvec.bias)
     return context, weights
 
 
@@ -71,7 +71,7 @@ class Dot:
         z = begin(self, enc_hs_pad, enc_hs_len, dec_z, lambda h: torch.tanh(self.mlp_enc(h)))
         query, more = torch.tanh(self.mlp_dec(z)), {"lengths": lengths_of(self), "scale": scaling}
         context, weights = attend_to_source(self, query, self.pre_compute_enc_h, self.enc_h, **more)
-        return multiplied(context, weights, self.enc_h), weights
+        return promote_dtype(context, weights, self.enc_h), weights
 
 
 class Additive:
@@ -249,7 +249,7 @@ def forwarded(self, odds, query, past, scale, mask=None):
     weights = odds(past, F.pad(past, (1, 0))[:, :-1]) * weights
     weights = keep_in_graph(F.normalize(weights.clamp(min=1e-6), p=1, dim=1), self.gvec.bias)
     context = torch.bmm(weights.unsqueeze(1), self.enc_h).squeeze(1)
-    return multiplied(context, weights, self.enc_h), weights
+    return promote_dtype(context, weights, self.enc_h), weights
 
 
 class Forward:
@@ -460,7 +460,7 @@ def decode(decoder, draw):
             yield decoder(source, draw.numbers(*lengths), words, ends)
 
 
-def why_not_decoded(decoder, kinds):
+def decoder_skip_reason(decoder, kinds):
     """Return why the operator cannot run a decoder, or None."""
     if decoder.num_encs > 1 or len(decoder.att_list) > 1:
         return "it has several encoders or attention modules"
@@ -501,7 +501,7 @@ ADAPTERS = [
             attention="att_list.0",
             example=decode,
             weight_scale=4.0,  # a recurrence amplifies rounding errors
-            skip_reason=partial(why_not_decoded, kinds=kinds),
+            skip_reason=partial(decoder_skip_reason, kinds=kinds),
             note=f"{EMPTY}; {LOOP}",
             dtype=dtype,
         )

@@ -119,7 +119,7 @@ def speak(decoder, draw):
             yield decoder(hs, draw.numbers(*lengths), ys)
 
 
-def why_not_decoded(decoder):
+def decoder_skip_reason(decoder):
     """Return why no operator runs a decoder's loop, or None."""
     kind = type(decoder.att).__name__
     return None if kind == "AttLoc" else f"no operator runs whole targets of {kind}"
@@ -141,7 +141,7 @@ ADAPTERS = [
         attention="att",
         example=speak,
         weight_scale=4.0,  # a recurrence amplifies rounding errors
-        skip_reason=why_not_decoded,
+        skip_reason=decoder_skip_reason,
         note=f"{EMPTY}; {LOOP}",
     )
 ]

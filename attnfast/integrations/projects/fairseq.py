@@ -5,7 +5,12 @@ from __future__ import annotations
 import torch
 
 from attnfast.integrations.adapter import Adapter
-from attnfast.integrations.helpers import attend_to_source, batch_first, multiplied, project_joined
+from attnfast.integrations.helpers import (
+    attend_to_source,
+    batch_first,
+    project_joined,
+    promote_dtype,
+)
 
 
 class Fairseq:
@@ -16,7 +21,7 @@ class Fairseq:
         mask = None if encoder_padding_mask is None else encoder_padding_mask.t() == 0
         query = self.input_proj(input)
         context, weights = attend_to_source(self, query, source, source, mask=mask)
-        weights = multiplied(weights, query, source)
+        weights = promote_dtype(weights, query, source)
         out = project_joined(self, self.output_proj, context, input, source_hids)
         return torch.tanh(out), weights.t()
 

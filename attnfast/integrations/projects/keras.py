@@ -5,7 +5,7 @@ import sys
 import torch
 
 from attnfast.integrations.adapter import Adapter, UnsupportedCall
-from attnfast.integrations.helpers import attend_to_source, multiplied
+from attnfast.integrations.helpers import attend_to_source, promote_dtype
 
 
 class Dot:
@@ -36,12 +36,12 @@ class Dot:
         out, weights = attend_to_source(
             self, query, key, None if drops else value, weight, mask=seen
         )
-        weights = multiplied(weights, *given)
+        weights = promote_dtype(weights, *given)
         if drops:
             random = sys.modules["keras"].random
             weights = random.dropout(weights, self.dropout, seed=self.seed_generator)
             out = weights @ value
-        out = multiplied(out, weights, value)
+        out = promote_dtype(out, weights, value)
         out = out if rows is None else out.masked_fill(~rows.bool().unsqueeze(-1), 0)
         return (out, weights) if return_attention_scores else out
 
@@ -67,7 +67,7 @@ def example(attention, draw):
             yield attention([draw(B, 2, size), value])
 
 
-def why_not(attention):
+def attention_skip_reason(attention):
     if attention.compute_dtype == "float64":
         return "Keras's own computes parts of float64 in float32"
     return None if attention.built else "it is not built yet: replace it after the first call"
@@ -83,7 +83,7 @@ ADAPTERS = [
         parameters=[],
         optional=["scale", "concat_score_weight", "seed_generator_state"],
         example=example,
-        skip_reason=why_not,
+        skip_reason=attention_skip_reason,
         note="a row without keys has weights 0; a copy of the model has Keras's own again",
         dtype=torch.float32,
     )

@@ -19,7 +19,9 @@ class NeuralSP:
 
     def forward(self, key, value, query, mask=None, aw_prev=None, cache=False, mode="",
                 trigger_points=None, streaming=False):  # fmt: skip
-        if why_not(self) or (query.shape[1] != 1 and self.atype in ("location", "luong_concat")):
+        if attention_skip_reason(self) or (
+            query.shape[1] != 1 and self.atype in ("location", "luong_concat")
+        ):
             raise UnsupportedCall("its score is not known, or takes one query")
         if self.key is None or not cache:
             self.key = project(self, "keys", self.w_key, key) if hasattr(self, "w_key") else key
@@ -66,7 +68,7 @@ def history(self, previous):
     return sigmoids | more
 
 
-def why_not(attention):
+def attention_skip_reason(attention):
     return None if attention.atype in SCORES else f"its score {attention.atype} is not known"
 
 
@@ -100,7 +102,7 @@ ADAPTERS = [
         optional=["w_key.weight", "w_key.bias", "w_query.weight", "w_conv.weight", "conv.weight",
                   "w.weight", "v.weight"],
         example=example,
-        skip_reason=why_not,
+        skip_reason=attention_skip_reason,
         weight_scale=4.0,  # sigmoids of large scores are all 0, and their weights NaN
         note="a source without frames has weights 0 instead of equal ones",
     ),

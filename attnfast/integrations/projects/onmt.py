@@ -191,7 +191,7 @@ def translate_embedded(decoder, draw):
                 yield decoder(words, source, src_pad_mask=mask), decoder.state["input_feed"]
 
 
-def why_not_input_fed(decoder):
+def decoder_skip_reason(decoder):
     """Return why the operator cannot run a decoder, or None."""
     known = (
         (decoder.attn is None, "it does not attend"),
@@ -240,7 +240,7 @@ ADAPTERS = [
             attention="attn",
             example=how,
             weight_scale=4.0,  # a recurrence amplifies rounding errors
-            skip_reason=why_not_input_fed,
+            skip_reason=decoder_skip_reason,
             note=f"{COMMON['note']}; {LOOP}",
         )
         for project, place, implementation, how in (

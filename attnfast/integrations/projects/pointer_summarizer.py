@@ -2,7 +2,7 @@
 
 from attnfast.integrations.adapter import Adapter
 from attnfast.integrations.cache import cached_per_source
-from attnfast.integrations.helpers import attend_to_source, multiplied
+from attnfast.integrations.helpers import attend_to_source, promote_dtype
 
 
 class PointerGenerator:
@@ -29,7 +29,7 @@ class PointerGenerator:
             self, self.decode_proj(s_t_hat), key, encoder_outputs, self.v.weight, mask=mask,
             **history,
         )  # fmt: skip
-        weights = multiplied(weights, enc_padding_mask)
+        weights = promote_dtype(weights, enc_padding_mask)
         return context, weights, coverage + weights if covered else coverage
 
 

@@ -15,7 +15,7 @@ from attnfast.integrations.fused_decoders import (
     run_decoder,
     state_of,
 )
-from attnfast.integrations.helpers import attend_to_source, keep_in_graph, multiplied, project
+from attnfast.integrations.helpers import attend_to_source, keep_in_graph, project, promote_dtype
 from attnfast.nn._layer import Layer
 
 
@@ -26,7 +26,7 @@ class Captioning:
         query, weight = self.decoder_att(decoder_hidden), self.full_att.weight
         key = project(self, "key", self.encoder_att, encoder_out)
         context, alpha = attend_to_source(self, query, key, encoder_out, weight, activation="relu")
-        return keep_in_graph(multiplied(context, alpha, encoder_out), self.full_att.bias), alpha
+        return keep_in_graph(promote_dtype(context, alpha, encoder_out), self.full_att.bias), alpha
 
 
 def drop_states(dropout, states, words):

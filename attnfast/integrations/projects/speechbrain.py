@@ -156,7 +156,7 @@ def decode(decoder, draw):
             yield decoder(draw(B, T, features), draw(B, Tk, source), ends)
 
 
-def why_not_decoded(decoder, located):
+def decoder_skip_reason(decoder, located):
     """Return why the operator cannot run a decoder, or None."""
     if hasattr(decoder.attn, "conv_loc") != located:
         return f"its attention {'does not know' if located else 'knows'} its location"
@@ -197,7 +197,7 @@ ADAPTERS += [
         attention="attn",
         example=decode,
         weight_scale=4.0,  # a recurrence amplifies rounding errors
-        skip_reason=partial(why_not_decoded, located=bool(of_kind)),
+        skip_reason=partial(decoder_skip_reason, located=bool(of_kind)),
         note=f"{NOTE}; {LOOP}",
         dtype=dtype,
     )

@@ -6,7 +6,7 @@ import torch
 
 from attnfast.integrations.adapter import Adapter, UnsupportedCall
 from attnfast.integrations.cache import cached_per_source
-from attnfast.integrations.helpers import attend_to_source, multiplied
+from attnfast.integrations.helpers import attend_to_source, promote_dtype
 from attnfast.ops.arguments import length_mask
 
 
@@ -41,7 +41,7 @@ class Bahdanau:
             weight = cached_per_source(
                 self, "weight", lambda: g * v * v.square().sum().rsqrt(), v, g, source=self._keys
             )
-        weights = multiplied(attended(self, query, memory_sequence_length, weight), v)
+        weights = promote_dtype(attended(self, query, memory_sequence_length, weight), v)
         return weights, weights
 
 

@@ -24,9 +24,9 @@ from attnfast.integrations.helpers import (
     batch_first,
     is_plain,
     keep_in_graph,
-    multiplied,
     project,
     project_both,
+    promote_dtype,
 )
 
 SETTINGS = ("method", "attn_type", "attention_type")  # which score a class computes
@@ -115,7 +115,7 @@ class Textbook:
             x, factors = context, [weights, source]
             if name == "weights":
                 x, factors = weights, [state, source] if vector is None else [vector]
-            x = multiplied(x, *factors) if is_promoted else x
+            x = promote_dtype(x, *factors) if is_promoted else x
             x = keep_in_graph(x, bias) if name == "context" or asked == ["weights"] else x
             results.append(x if axis is None else x.unsqueeze(axis))
         return tuple(results) if form.is_tuple else results[0]
@@ -140,12 +140,12 @@ def form_of(attention):
     """Return the form of a module's class."""
     key = key_of(attention)
     known = key in FORMS  # not for a copy in another process, or after a setting was changed
-    if not known and (torch.compiler.is_compiling() or why_not(attention)):
+    if not known and (torch.compiler.is_compiling() or attention_skip_reason(attention)):
         raise UnsupportedCall("its form is not known")
     return FORMS[key]
 
 
-def why_not(attention):
+def attention_skip_reason(attention):
     """Find the form of a module's class; return why there is none, or None."""
     form = find_form(attention)
     if form is None:
@@ -299,7 +299,7 @@ ADAPTERS = [
         ],
         known_attributes=[*SETTINGS, "hidden_size", "hidden_dim"],
         example=example,
-        skip_reason=why_not,
+        skip_reason=attention_skip_reason,
         note="a source without words has weights 0",
     )
     for layers in map(str.split, SPELLINGS)

@@ -19,9 +19,9 @@ from attnfast.integrations.helpers import (
     batch_first,
     is_plain,
     keep_in_graph,
-    multiplied,
     project,
     project_both,
+    promote_dtype,
 )
 from attnfast.nn._layer import Layer, RecurrentState
 
@@ -86,7 +86,7 @@ class Chatbot:
         elif self.method == "concat":
             (query, key), weight = project_both(self, self.attn, query, key), self.v
         weights = attend_to_source(self, query, key, None, weight)[1].unsqueeze(1)
-        return multiplied(weights, *(query, key) if weight is None else (weight,))
+        return promote_dtype(weights, *(query, key) if weight is None else (weight,))
 
 
 def translation(attention, draw):
@@ -109,7 +109,7 @@ def translate(decoder, draw):
         yield decoder(*inputs)
 
 
-def why_not_translated(decoder):
+def decoder_skip_reason(decoder):
     """Return why the operator cannot run a decoder, or None."""
     if None in constants(decoder):
         return "its file lacks MAX_LENGTH or SOS_token"
@@ -147,7 +147,7 @@ ADAPTERS = [
         attention="attention",
         example=translate,
         weight_scale=2.0,  # a recurrence amplifies rounding errors
-        skip_reason=why_not_translated,
+        skip_reason=decoder_skip_reason,
         note="its own code runs without a target",
     ),
     Adapter(

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from attnfast.integrations.adapter import Adapter, UnsupportedCall, arguments
 from attnfast.integrations.cache import cached_per_source
-from attnfast.integrations.helpers import attend_to_source, is_plain, multiplied
+from attnfast.integrations.helpers import attend_to_source, is_plain, promote_dtype
 
 
 def attended(self, keys, query, **terms):
@@ -76,7 +76,7 @@ class VoiceCloning:
         if count is not None:
             weights, rest = weights[:, :-1], weights[:, -1:]
             weights = torch.where(seen, weights, rest / count.clamp(min=1))
-        self.attention = multiplied(weights, self.cumulative)  # by a mask of float32
+        self.attention = promote_dtype(weights, self.cumulative)  # by a mask of float32
         self.cumulative = self.cumulative + self.attention
         return self.attention.unsqueeze(1)
 

@@ -120,7 +120,7 @@ def decode(model, draw, copies):
             yield model.greedy_decode_train_validate(*inputs, target=target)
 
 
-def why_not_whole(model):
+def loop_skip_reason(model):
     """Return why the operator cannot run a model, or None."""
     parts = model.decoder, model.decoder.module
     if not all(type(x).__module__.startswith("yoyodyne.") for x in parts):
@@ -156,7 +156,7 @@ ADAPTERS = [
             attention="decoder.attention",
             example=partial(decode, copies=copies),
             weight_scale=4.0,  # a recurrence amplifies rounding errors
-            skip_reason=why_not_whole,
+            skip_reason=loop_skip_reason,
             note="a source without words has weights 0 instead of NaN; its own code runs single "
             "steps, and without teacher forcing",
         )
