@@ -65,7 +65,7 @@ gpu:
 
 # Sanitizers watch the CPU library, built in a copy of the tree for this processor alone: all its tests,
 # or a short fuzz; and the first, for races too, CUDA's kernels on the host.
-sanitize sanitize-fuzz: export ATTNFAST_BUILD_ISA = $(shell \
+sanitize sanitize-fuzz: ISA = $(shell \
   awk '/avx512vl/ {print "avx512"; exit} /avx2/ {print "avx2"; exit}' /proc/cpuinfo)
 sanitize: FLAGS := -fsanitize=address,undefined -fno-sanitize-recover=undefined -g1
 sanitize: TESTS := attention statistics memory coverage copying span local recurrent search linear invalid_calls
@@ -76,7 +76,7 @@ sanitize-fuzz: CHOICE := fuzz and (cpu-0 or linear) or compiled and invalid_call
 sanitize sanitize-fuzz: .venv/installed
 	rm -rf build/$@ && mkdir -p build/$@
 	cp -r attnfast csrc kernels tests setup.py pyproject.toml README.md LICENSE MANIFEST.in build/$@
-	cd build/$@ && ATTNFAST_BUILD_CUDA=0 ATTNFAST_CXXFLAGS="$(FLAGS)" \
+	cd build/$@ && ATTNFAST_BUILD_CUDA=0 ATTNFAST_BUILD_ISA=$(ISA) ATTNFAST_CXXFLAGS="$(FLAGS)" \
 	  $(CURDIR)/$(BIN)/python setup.py -q build_ext --inplace
 	cd build/$@ && ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=. \
 	  LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
