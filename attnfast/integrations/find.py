@@ -29,7 +29,8 @@ class Found:
     """The entry of a report for one module: its path, class, and backend or reason for skipping it.
 
     ``zero_gradients`` names parameters whose gradient is now exactly 0 because a softmax cancels
-    them. The project's own code gives them rounding errors, which an optimiser follows.
+    them. The project's own code gives them rounding errors, which an optimiser follows. ``refused``
+    says why other adapters of its class, by their names, were not used.
     """
 
     path: str
@@ -38,6 +39,7 @@ class Found:
     backend: str = ""
     skip_reason: str = ""
     zero_gradients: list[str] = field(default_factory=list)
+    refused: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         name = f"{self.path or '(the model)'}: {type(self.module).__name__}"
@@ -45,6 +47,7 @@ class Found:
             return f"{name} skipped: {self.skip_reason}"
         assert self.adapter is not None
         notes = [self.adapter.note] if self.adapter.note else []
+        notes += [f"not as {name}: {why}" for name, why in self.refused.items()]
         if self.zero_gradients:
             notes.append(f"gradient 0 instead of rounding errors: {', '.join(self.zero_gradients)}")
         return "; ".join([f"{name} served by {self.backend}, as {self.adapter.name}", *notes])

@@ -136,7 +136,7 @@ def replace(model: nn.Module, *, strict: bool = False) -> Report:
 
 def _compare(found: Found) -> None:
     """Compare a module with each of its adapters until one agrees; record the reasons if none."""
-    reasons = {}
+    reasons = found.refused
     for adapter in adapters_of(found.module):
         why, found.zero_gradients = judge(found.module, adapter)
         if not why:

@@ -6,6 +6,7 @@ import argparse
 import copy
 import pickle
 import random
+from functools import partial
 from importlib import import_module
 from types import FunctionType, SimpleNamespace
 from unittest import mock
@@ -393,18 +394,32 @@ def test_attention_that_is_served_already():
     assert operators(served(decoder, left=""), translate) > 0
 
 
-def test_other_layers_and_scores_are_left_alone():
+def test_another_layer_is_left_alone():
     deep = tutorial()
     deep.gru = nn.GRU(16, 8, 2, batch_first=True)
-    several = [
-        (deep, "it has 2 layers"),
-        (onmt(coverage_attn=True), "it has coverage"),
-        (onmt(context_gate="both"), "it has a context gate"),
-        (eole(coverage=True), "it has coverage"),
-    ]
-    for decoder, why in several:
-        served(decoder, left=why)
-        assert attnfast.replace(decoder, strict=True).replaced, "its attention is served"
+    served(deep, left="it has 2 layers")
+    assert attnfast.replace(deep, strict=True).replaced, "its attention is served"
+
+
+@pytest.mark.parametrize(
+    ("make", "use", "why"),
+    [
+        (partial(onmt, coverage_attn=True), feed, "it has coverage"),
+        (partial(onmt, "GRU", context_gate="both"), feed, "it has a context gate"),
+        (partial(eole, coverage=True), feed_embedded, "it has coverage"),
+    ],
+)
+def test_loops_that_no_operator_runs(make, use, why):
+    """The weights' gradients are computed at once, as attnfast.explain() says."""
+    torch.manual_seed(0)
+    plain = make()
+    decoder = copy.deepcopy(plain)
+    [whole] = [x for x in attnfast.replace(decoder, strict=True).replaced if not x.path]
+    assert why in str(whole) and whole.adapter.name.endswith("with its own loop")
+    compare(plain, use, (torch.float64,))
+    draw = ProbeInputs(torch.float64, torch.device("cpu"))
+    explained = attnfast.explain(lambda: list(use(decoder.double(), draw)))
+    assert "weight gradients: one product each" in str(explained)
 
 
 def test_attention_that_is_left_alone():

@@ -96,7 +96,7 @@ def test_whole_decoders(decoder, kind):
     plain = Model(getattr(decoders, name), kind, **more)
     served = copy.deepcopy(plain)
     report = attnfast.replace(served)
-    whole = decoder == "InputFeedRNNDecoder"
+    whole = decoder != "StdRNNDecoder"
     assert [x.path for x in report.replaced] == ["decoder"] * whole + ["decoder.attn"]
     source, lengths = torch.randn(3, 7, 12), torch.tensor([7, 2, 5])
     words = torch.randint(2, 20, (3, 6))

@@ -15,6 +15,7 @@ from attnfast.integrations.fused_decoders import (
     run_decoder,
 )
 from attnfast.integrations.helpers import attend_to_source, is_plain, keep_in_graph
+from attnfast.integrations.own_loop import own_loop
 from attnfast.nn._fused_rnn import run_layer
 from attnfast.nn._layer import Layer, RecurrentState
 from attnfast.nn.stateful import CumulativeState, LocationAwareAttention
@@ -190,6 +191,21 @@ def example(attention, draw):
 
 EMPTY = "a source without frames has weights 0 instead of NaN"
 DISTRIBUTIONS = ["coqui-tts"]
+DECODER = Adapter(
+    name="Coqui's Tacotron 2 decoder",
+    implementation=Decoder,
+    classes=["TTS.tts.layers.tacotron.tacotron2.Decoder"],
+    parameters=[
+        *("prenet.*", "attention_rnn.*", "attention.*", "decoder_rnn.*"),
+        *("linear_projection.*", "stopnet.*"),
+    ],
+    attention="attention",
+    example=speak,
+    weight_scale=4.0,  # a recurrence amplifies rounding errors
+    skip_reason=loop_skip_reason,
+    note=f"{EMPTY}; {LOOP}",
+    dtype=torch.float32,
+)
 ADAPTERS = [
     Adapter(
         name="Coqui's OriginalAttention",
@@ -210,19 +226,6 @@ ADAPTERS = [
         note=EMPTY,
         dtype=torch.float32,
     ),
-    Adapter(
-        name="Coqui's Tacotron 2 decoder",
-        implementation=Decoder,
-        classes=["TTS.tts.layers.tacotron.tacotron2.Decoder"],
-        parameters=[
-            *("prenet.*", "attention_rnn.*", "attention.*", "decoder_rnn.*"),
-            *("linear_projection.*", "stopnet.*"),
-        ],
-        attention="attention",
-        example=speak,
-        weight_scale=4.0,  # a recurrence amplifies rounding errors
-        skip_reason=loop_skip_reason,
-        note=f"{EMPTY}; {LOOP}",
-        dtype=torch.float32,
-    ),
+    own_loop(DECODER, "forward"),
+    DECODER,
 ]

@@ -14,6 +14,7 @@ from attnfast.integrations.fused_decoders import (
     run_decoder,
 )
 from attnfast.integrations.helpers import keep_in_graph
+from attnfast.integrations.own_loop import own_loop
 from attnfast.integrations.projects.espnet import (
     EMPTY,
     KNOWN,
@@ -130,18 +131,20 @@ DISTRIBUTIONS = ["espnet"]
 PLACES = [
     f"{package}.nets.pytorch_backend.tacotron2.decoder" for package in ("espnet", "espnet2.legacy")
 ]
+DECODER = Adapter(
+    name="ESPnet's tacotron2.Decoder",
+    implementation=Decoder,
+    classes=[f"{place}.Decoder" for place in PLACES],
+    parameters=["lstm.*", "att.*", "feat_out.weight", "prob_out.*"],
+    optional=["prenet.prenet.*.0.*", "postnet.*"],
+    known_attributes=[*KNOWN, "use_att_extra_inputs"],
+    attention="att",
+    example=speak,
+    weight_scale=4.0,  # a recurrence amplifies rounding errors
+    skip_reason=decoder_skip_reason,
+    note=f"{EMPTY}; {LOOP}",
+)
 ADAPTERS = [
-    Adapter(
-        name="ESPnet's tacotron2.Decoder",
-        implementation=Decoder,
-        classes=[f"{place}.Decoder" for place in PLACES],
-        parameters=["lstm.*", "att.*", "feat_out.weight", "prob_out.*"],
-        optional=["prenet.prenet.*.0.*", "postnet.*"],
-        known_attributes=[*KNOWN, "use_att_extra_inputs"],
-        attention="att",
-        example=speak,
-        weight_scale=4.0,  # a recurrence amplifies rounding errors
-        skip_reason=decoder_skip_reason,
-        note=f"{EMPTY}; {LOOP}",
-    )
+    own_loop(DECODER, "forward"),
+    DECODER,
 ]

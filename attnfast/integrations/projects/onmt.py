@@ -21,6 +21,7 @@ from attnfast.integrations.fused_decoders import (
     state_of,
 )
 from attnfast.integrations.helpers import attend_to_source, is_plain, project, project_joined
+from attnfast.integrations.own_loop import own_loop
 from attnfast.nn._layer import Layer
 from attnfast.ops.arguments import length_mask
 
@@ -191,14 +192,18 @@ def translate_embedded(decoder, draw):
                 yield decoder(words, source, src_pad_mask=mask), decoder.state["input_feed"]
 
 
+def attention_skip_reason(decoder):
+    """Return why a decoder's loop is left as it is, or None."""
+    return "it does not attend" if decoder.attn is None else None
+
+
 def decoder_skip_reason(decoder):
     """Return why the operator cannot run a decoder, or None."""
     known = (
-        (decoder.attn is None, "it does not attend"),
         (decoder._coverage, "it has coverage"),
         (decoder.context_gate is not None, "it has a context gate"),
     )
-    return next((why for is_so, why in known if is_so), None)
+    return attention_skip_reason(decoder) or next((why for is_so, why in known if is_so), None)
 
 
 COMMON: dict[str, Any] = {
@@ -230,22 +235,21 @@ ADAPTERS = [
         example=partial(example, seen=lambda draw, *seen: ~draw.seen(*seen).unsqueeze(1)),
         **COMMON,
     ),
-    *(
-        Adapter(
-            name=f"{project}'s InputFeedRNNDecoder",
-            implementation=implementation,
-            classes=[f"{place}.InputFeedRNNDecoder"],
-            parameters=["rnn.layers.*"],
-            optional=["embeddings.*", "attn.*", "copy_attn.*", "context_gate.*"],
-            attention="attn",
-            example=how,
-            weight_scale=4.0,  # a recurrence amplifies rounding errors
-            skip_reason=decoder_skip_reason,
-            note=f"{COMMON['note']}; {LOOP}",
-        )
-        for project, place, implementation, how in (
-            ("OpenNMT-py", "onmt.decoders.decoder", InputFeed, translate),
-            ("eole", "eole.decoders.rnn_decoder", EoleInputFeed, translate_embedded),
-        )
-    ),
 ]
+for owner, place, implementation, how in (
+    ("OpenNMT-py", "onmt.decoders.decoder", InputFeed, translate),
+    ("eole", "eole.decoders.rnn_decoder", EoleInputFeed, translate_embedded),
+):
+    whole = Adapter(
+        name=f"{owner}'s InputFeedRNNDecoder",
+        implementation=implementation,
+        classes=[f"{place}.InputFeedRNNDecoder"],
+        parameters=["rnn.layers.*"],
+        optional=["embeddings.*", "attn.*", "copy_attn.*", "context_gate.*"],
+        attention="attn",
+        example=how,
+        weight_scale=4.0,  # a recurrence amplifies rounding errors
+        skip_reason=decoder_skip_reason,
+        note=f"{COMMON['note']}; {LOOP}",
+    )
+    ADAPTERS += [own_loop(whole, "_run_forward_pass", attention_skip_reason), whole]
