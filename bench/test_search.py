@@ -9,7 +9,8 @@ import pytest
 import torch
 from compare import DEVICE, compare
 
-from attnfast.models import Config, build, greedy_search, search
+from attnfast.decoding import greedy_search, search
+from attnfast.models import Config, build
 
 BATCHES = {
     "one sentence": (1, 13, 13),
@@ -34,16 +35,16 @@ def test_greedy_search(benchmark, kind, shape, monkeypatch):
     source = torch.randint(4, V, (B, Tk), device=DEVICE)
     lengths = torch.randint(shortest, Tk + 1, (B,))
     lengths[0] = Tk
-    in_one_call = search._in_one_call
+    run_operator = search._run_operator
 
-    def run(backend, one_call=in_one_call):
+    def run(backend, operator=run_operator):
         with monkeypatch.context() as patched:
-            patched.setattr(search, "_in_one_call", one_call)
-            return greedy_search(models[backend], source, lengths)
+            patched.setattr(search, "_run_operator", operator)
+            return greedy_search(models[backend], source, lengths).best
 
     calls = {
         "attnfast": lambda: run(None),
-        "attnfast, step by step": lambda: run(None, lambda *_: None),
+        "attnfast, step by step": lambda: run(None, lambda _: (None, "a test")),
         "eager": lambda: run("reference"),
     }
     first, *others = (call() for call in calls.values())

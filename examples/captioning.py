@@ -49,6 +49,7 @@ from attnfast._utils.checks import InputError, optional
 from attnfast._utils.progress import Progress
 from attnfast._utils.signals import stop_on_signal
 from attnfast.analysis.plots import draw_looking
+from attnfast.decoding import greedy_search
 from attnfast.losses import Reinforce, doubly_stochastic_loss
 from attnfast.models import (
     BOS,
@@ -56,7 +57,6 @@ from attnfast.models import (
     GridEncoder,
     MeanContext,
     ShowAttendTell,
-    greedy_search,
     sequence_loss,
 )
 from attnfast.nn import BahdanauAttention, HardAttention, Memory
@@ -299,7 +299,7 @@ class Training(Trial):
             if shuffled:
                 decoder.attention = Shuffled(own)
                 torch.manual_seed(0)  # all is learnt
-            ids = greedy_search(self.model, images, sizes)
+            ids = greedy_search(self.model, images, sizes).best
             needs = self.row.attention != "no attention"
             told = self.model(images, sizes, pad([[BOS, *x] for x in ids]), need_weights=needs)
         finally:

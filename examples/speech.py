@@ -42,6 +42,7 @@ from attnfast._utils.progress import Progress
 from attnfast._utils.signals import stop_on_signal
 from attnfast.analysis import diagnostics
 from attnfast.analysis.plots import draw_listening
+from attnfast.decoding import beam_search
 from attnfast.models import (
     BOS,
     EOS,
@@ -49,7 +50,6 @@ from attnfast.models import (
     FixedContext,
     ListenAttendSpell,
     PyramidEncoder,
-    beam_search,
     hybrid_loss,
     scheduled_sampling,
 )
@@ -310,7 +310,7 @@ class Training(Trial):
         rows = beam_search(
             self.model, batch.frames, batch.lengths, self.args.beam, length_penalty=0.0,
             scorer=scorer, **options,
-        )  # fmt: skip
+        ).best  # fmt: skip
         return [decode(x) for x in rows]
 
     @torch.no_grad()

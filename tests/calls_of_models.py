@@ -21,7 +21,7 @@ from calls import (
     words,
 )
 
-from attnfast import Span, models, speech
+from attnfast import Span, decoding, models, speech
 from attnfast import nn as modules
 from attnfast._utils.benchmark import Cost
 from attnfast.analysis import diagnostics, faithfulness, plots
@@ -73,15 +73,20 @@ def translators() -> Table:
             {"words": words(B, TQ), "state": state, "source": source, "need_weights": True},
         ),
         "Seq2Seq.forward": (model, pair | {"target_in": words(B, TQ), "need_weights": True}),
-        "greedy_search": (
-            models.greedy_search, pair | {"model": model, "max_output_length": 3},
-        ),
-        "beam_search": (
-            models.beam_search,
-            pair | {"model": model, "beam": 2, "length_penalty": 1.0, "scorer": None,
-                    "scorer_weight": 0.5, "length_bonus": 0.5, "max_output_length": 3},
-        ),
     }  # fmt: skip
+    options: dict[str, Any] = pair | {
+        "model": model, "min_length": 1, "max_length": 3, "prefix": [[5], [6]],
+        "no_repeat_ngram": 2, "word_mask": torch.ones(V, dtype=torch.bool),
+        "forbidden": [0, 1, 2], "start": models.BOS, "end": models.EOS, "scorer": None,
+        "scorer_weight": 0.5, "need_weights": True,
+    }  # fmt: skip
+    penalties = {"length_penalty": 1.0, "coverage_penalty": 0.5, "length_bonus": 0.5}
+    draws = {"temperature": 0.5, "top_k": 3, "top_p": 0.9, "generator": torch.Generator()}
+    table |= {
+        "greedy_search": (decoding.greedy_search, options),
+        "beam_search": (decoding.beam_search, options | penalties | {"beam": 2, "n_best": 2}),
+        "sample": (decoding.sample, options | draws | {"samples": 2}),
+    }
     for name in ("FixedContext", "MeanContext"):
         context = getattr(models, name)()
         prepare = {"states": torch.randn(B, TK, A), "lengths": lengths()}

@@ -273,8 +273,10 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
     ("attnfast/models/classifier.py", "tests/test_float64.py"): {
         "Classifier.read": [("exists.to(accumulation_dtype(states.dtype)) /", "exists /")],
     },
-    ("attnfast/models/search.py", "tests/test_float64.py"): {
-        "_log_probs": [("logits.to(accumulation_dtype(logits.dtype))", "logits.float()")],
+    ("attnfast/decoding/_constraints.py", "tests/test_float64.py"): {
+        "Constraints.log_probs": [
+            ("logits.to(accumulation_dtype(logits.dtype))", "logits.float()"),
+        ],
     },
     ("attnfast/analysis/diagnostics.py", "tests/test_float64.py"): {
         "monotonicity": [("back.sum(-1, dtype=of.weights.dtype)", "back.sum(-1)")],
@@ -496,45 +498,83 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         ],
         "": [("SMALLEST = 1e-8", "SMALLEST = 1e-6")],
     },
-    ("attnfast/models/search.py",
-     "tests/test_models.py -k 'beam or search or gnmt or bonus or said'"): {
-        "beam_search": [
-            ("((5 + step) / 6)", "((6 + step) / 6)"),
-            ("topk(2 * beam)", "topk(beam + 1)"),
-            ("total[:, 1:] = -math.inf", "pass"),
-            ("[..., EOS + 1 :] += length_bonus", "[..., EOS:] += length_bonus"),
-            ("return [max(hypotheses)[1]", "return [min(hypotheses)[1]"),
-            ("index // vocab + offset", "index // vocab"),
-        ],
-        "_log_probs": [("logits[:, :EOS] = -math.inf", "pass")],
+    ("attnfast/decoding/search.py", MESSAGES.format("beam_search")): {
+        "beam_search": [("if not least <= x <= MAX_WEIGHT:", "if x > MAX_WEIGHT:")],
+        "_begin": [("isinstance(scorer, type) or", "")],
     },
-    ("attnfast/models/seq2seq.py", "tests/test_models.py -k 'limit'"): {
+    ("attnfast/decoding/search.py", "tests/test_decoding.py"): {
+        "_Beams.step": [
+            ("topk(min(2 * beam, beam * vocab))", "topk(beam + 1)"),
+            ("total[:, 1:] = -math.inf", "pass"),
+            ("total[..., end] -= self.length_bonus", "pass"),
+            ("rows, words = index // vocab + first,", "rows, words = index // vocab,"),
+            ("self.coverage = self.coverage[rows.flatten()]", "pass"),
+            ("final = scores / normaliser", "final = scores"),
+        ],
+        "_Beams._uncovered": [(".masked_fill(~_keys_of(self.hypotheses.memory, logs), 0)", "")],
+        "_Beams._finish": [("ends[:, :K] & scores[:, :K]", "ends & scores")],
+        "_Beams._kept": [
+            ("or max(x.score for x in finished) < ahead[i]", ""),
+            ("count >= self.search.limits[j] or", ""),
+        ],
+        "_normaliser": [("(5 + count) / 6", "(6 + count) / 7")],
+        "_choose_each": [
+            ("stuck |= ~ended & (scores == -math.inf)", "pass"),
+            ("lengths += ~ended & ~stuck", "lengths += ~ended"),
+        ],
+        "draw_words": [
+            ("sums <= numbers", "sums < 1 - numbers"),
+            ("before >= top_p *", "before > 1.1 * top_p *"),
+            ("probs[:, top_k:] = 0", "probs[:, top_k + 1 :] = 0"),
+        ],
+        "sample": [("log_probs / temperature", "log_probs * temperature")],
+    },
+    ("attnfast/decoding/_constraints.py", "tests/test_decoding.py"): {
+        "Constraints.log_probs": [
+            ("(1 - share) * log_probs + share * other", "log_probs + share * other"),
+            ("logits[:, word] = -math.inf", "pass"),
+            ("mixed.masked_fill(log_probs == -math.inf, -math.inf)", "mixed"),
+        ],
+        "Constraints._hidden": [
+            ("if length < self.min_length:", "if length <= self.min_length:"),
+            ("self.limits[sentence] <= length + 1", "self.limits[sentence] <= length"),
+            ("forced >= 0, another, hidden", "forced >= 0, another | hidden, hidden"),
+        ],
+        "Constraints._word_mask": [("len(mask) == 1 else mask[sentence]", "True else mask[0]")],
+        "repeated_ngrams": [
+            ("if t < n:", "if t <= n:"),
+            ("words[:, None, t - n + 1 :]", "words[:, None, 1 - n :]"),
+        ],
+        "make_constraints": [("(table >= 0).sum(-1) + 1", "(table >= 0).sum(-1)")],
+    },
+    ("attnfast/decoding/_constraints.py", "tests/test_models.py -k 'possible or said'"): {
+        "Constraints.log_probs": [("(logits == LOWEST) & ~is_end", "logits == LOWEST")],
+    },
+    ("attnfast/decoding/_hypotheses.py", "tests/test_decoding.py"): {
+        "Hypotheses.append": [
+            ("else self.judged.index_select(rows)", "else self.judged"),
+            ("self.state = self.state.index_select(rows)", "pass"),
+        ],
+        "Hypotheses.trace_weights": [("last <= t, 0)], row)", "last <= t, 0)], row * 0)")],
+        "collect": [("key=lambda y: -y.score", "key=lambda y: y.score")],
+        "SearchOutput.hypotheses": [("if n or not i", "if True")],
+    },
+    ("attnfast/models/seq2seq.py", "tests/test_search.py"): {
+        "Seq2Seq._select_search_backend": [
+            ("if self.dropout.training and self.dropout.p:", "if False:"),
+            ("and not words.max_norm", ""),
+            ("if isinstance(decoder.attention, HistoryAttention):", "if False:"),
+        ],
+        "Seq2Seq._search_inputs": [
+            ("begin=constraints.start,", "begin=constraints.end,"),
+            ("embedding_scale=words.embedding_dim**0.5,", ""),
+        ],
+    },
+    ("attnfast/decoding/_constraints.py", "tests/test_models.py -k 'limit'"): {
         "output_limit": [
             (".long() + 10)", ".long() + 11)"),
             (".clamp_min(longest)", ""),
         ],
-    },
-    ("attnfast/models/search.py", "tests/test_models.py -k 'limit or never_end'"): {
-        "output_limits": [("max_output_length + 1, device", "max_output_length, device")],
-        "beam_search": [
-            ("words[i * beam, 1:].tolist()))", "words[i, 1:].tolist()))"),
-            ("last[i] or ahead[i] == -math.inf", "last[i]"),
-        ],
-    },
-    ("attnfast/models/search.py", "tests/test_models.py -k waited"): {
-        "beam_search": [("or max(finished[j])[0] < ahead[i])", ")")],
-    },
-    ("attnfast/models/search.py", "tests/test_speech.py -k 'wide or share or searches'"): {
-        "_log_probs": [
-            ("(1 - share) * log_probs + share * other", "log_probs + share * other"),
-            ("both.masked_fill(log_probs == -math.inf, -math.inf)", "both"),
-        ],
-        "beam_search": [
-            ("if scorer is not None and scorer_weight:", "if scorer is not None:"),
-            ("total[..., EOS + 1 :] += length_bonus", "total[..., EOS + 2 :] += length_bonus"),
-            ("None if judged is None else judged.index_select(rows)", "judged"),
-        ],
-        "output_limits": [('getattr(model, "output_limit", output_limit)', "output_limit")],
     },
     ("attnfast/models/las.py", "tests/test_speech.py -k 'pyramid or odd or padding'"): {
         "join_frames": [
@@ -608,12 +648,6 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
             ('"ctc_weight", ctc_weight, 0, 1', '"ctc_weight", ctc_weight, 0'),
             ('check_ids("target_out", target_out, V)', 'check_ids("target_out", target_out)'),
             ("if list(target_out.shape) != shape:", "if False:"),
-        ],
-    },
-    ("attnfast/models/search.py", MESSAGES.format("beam_search")): {
-        "beam_search": [
-            ("if abs(x) > MAX_WEIGHT:", "if x > MAX_WEIGHT:"),
-            ("isinstance(scorer, type) or", ""),
         ],
     },
     ("attnfast/_utils/checks.py", MESSAGES.format("FeatureNormalizer")): {
@@ -1562,24 +1596,16 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
             ('(given.packed->numel()) == kernels().packed(a), "packed");', '(1), "packed");'),
         ],
     },
-    ("attnfast/models/search.py", "tests/test_search.py"): {
-        "beam_search": [("if beam == 1 and", "if False and")],
-        "_select_search_backend": [
-            ("if model.dropout.training and model.dropout.p:", "if False:"),
-            ("or words.max_norm", ""),
-            ("if isinstance(decoder.attention, HistoryAttention):", "if False:"),
-        ],
-        "_in_one_call": [
-            ("begin=BOS, end=EOS", "begin=EOS, end=EOS"),
-            ("embedding_scale=words.embedding_dim**0.5,", ""),
-        ],
-    },
     ("csrc/cpu/greedy_search.h", "tests/test_search.py -k 'cpu and not opcheck'"): {
         "compare": [
             ("~(scores <= score) & (score == score)", "~(scores < score) & (score == score)"),
             ("~(scores <= score) & (score == score) & among", "~(scores <= score) & among"),
         ],
-        "find": [("lanes_within<C>(word, a.end, a.V)", "lanes_within<C>(word, 0, a.V)")],
+        "find": [
+            ("lanes_within<C>(word, a.end, a.V)", "lanes_within<C>(word, 0, a.V)"),
+            ("best[r].scale(before[r]);", ""),
+            ("x[r * P + a.end % P]", "x[r * P]"),
+        ],
         "first": [("score[i] == best.score && word[i] < best.word", "false")],
         "choose": [("a.limits[b] <= t + 1", "a.limits[b] <= t")],
         "pack_words": [("{0, H, H + a.even.Dv}, which", "{0, H, H}, which")],

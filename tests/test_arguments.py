@@ -25,7 +25,7 @@ ABSENT = {
         "|RecurrentState|NTMState|.*index_select|Failures|KeyCoverage|AlignmentScore|Diagonality|HeadRoles"
         "|OverUnderTranslation|PermutationOutput|Adversarial|AttentionModel|Decision"
         "|MemoryNetworkOutput|EncodedSpeech|SpanPrediction|EncodedImage|CaptionOutput|EncodedSource"
-        "|LASOutput|Scorer.*|WordErrors|Report.*|.*Output..*"
+        "|LASOutput|SearchOutput|Scorer.*|WordErrors|Report.*|.*Output..*"
     ),
     "of no kind: their kinds are in the table": "HistoryAttention.*",
     "parts that their own module calls, with what it has checked": (

@@ -312,6 +312,16 @@ MESSAGES = {
         ({"lengths": tensor([6, 2])}, "lengths must be between 1 and 5 to fit frames, got 6")],
     "beam_search": [
         ({"scorer_weight": 1.5}, "scorer_weight must be a number from 0 to 1, got 1.5"),
+        ({"lengths": tensor([3])}, "lengths must be one for each of 2 sentences, as source, got"),
+        ({"n_best": 3}, "n_best must be at most the beam of 2, got 3"),
+        ({"max_length": 2, "min_length": 3}, "max_length must be at least min_length, 3, got 2"),
+        ({"coverage_penalty": -1.0}, "coverage_penalty must be between 0 and 64, got -1.0"),
+        ({"forbidden": [0, 3]}, "forbidden must be without the end, 3, got [0, 3]"),
+        ({"prefix": [[5]]}, "prefix must be of 2 sentences, got 1"),
+        ({"prefix": [[5, 6], [4] * 4]}, "prefix must be of at most max_length = 3 words, got 4"),
+        ({"prefix": [[5, 1], []]}, "prefix must be of words that may come, got 1"),
+        ({"prefix": [5, 6]}, "prefix must be a list of word ids for each sentence, got [5, 6]"),
+        ({"word_mask": tensor([True] * 99)}, "word_mask must be [V] or [B, V] with V = "),
         ({"length_bonus": 1e5}, "length_bonus must be between -64 and 64, got 100000.0"),
         ({"length_penalty": 1e5}, "length_penalty must be between -64 and 64, got 100000.0"),
         ({"length_penalty": -1e5}, "length_penalty must be between -64 and 64, got -100000.0"),
@@ -319,6 +329,11 @@ MESSAGES = {
          "scorer must be an object with score(...), or None, got"),
         ({"scorer": models.CTCPrefixScorer()},
          "encoded must be of a model with frame_log_probs, as ListenAttendSpell's, got Encoded")],
+    "sample": [
+        ({"temperature": 0.0}, "temperature must be a finite number above 0, got 0.0"),
+        ({"top_p": 1.5}, "top_p must be above 0 and at most 1, got 1.5"),
+        ({"top_k": -1}, "top_k must be at least 0, got -1"),
+        ({"generator": 3}, "generator must be a torch.Generator or None, got 3")],
     "AttentionGRU": [
         ({"query_layer": "first"}, "query_layer must be 'last' with input"),
         ({"recurrence": "attend_first"}, "output_size must be None without input feeding, got 4"),

@@ -12,7 +12,8 @@ from integrations import reference_projects
 from torch import nn
 
 import attnfast
-from attnfast.models import Config, beam_search, build, greedy_search
+from attnfast.decoding import beam_search, greedy_search
+from attnfast.models import Config, build
 from attnfast.nn import AttentionGRU, BahdanauAttention, GatedAttention, HardAttention
 from attnfast.nn._fused_rnn import run_rnn
 from attnfast.nn._linear import linear

@@ -14,7 +14,7 @@ from model_registry import MODELS
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from attnfast import losses, models, nn, speech
+from attnfast import decoding, losses, models, nn, speech
 from attnfast.analysis import diagnostics, faithfulness
 from attnfast.translate import data
 
@@ -129,8 +129,8 @@ def whole_models() -> Cases:
             source = [inputs[x] for x in case.sought]
             scorer = models.CTCPrefixScorer() if "speech" in name else None
             table[f"{name}, search"] = lambda model=model, x=source, scorer=scorer: (
-                models.greedy_search(model, *x, max_output_length=2),
-                models.beam_search(model, *x, 2, scorer=scorer, max_output_length=2),
+                decoding.greedy_search(model, *x, max_length=2),
+                decoding.beam_search(model, *x, 2, scorer=scorer, max_length=2),
             )
     frames, lengths = torch.randn(B, 12, 3), torch.tensor([12, 7])
     normalised, masked = speech.FeatureNormalizer(3), speech.SpecAugment(frame_width=3)

@@ -10,7 +10,7 @@ import torch
 from model_registry import MODELS, attend, prepare_with_mask, tensors
 from torch import nn
 
-from attnfast import models
+from attnfast import decoding, models
 
 
 @pytest.fixture
@@ -179,10 +179,10 @@ def test_searches_of_a_batch_are_those_of_each(case, model, inputs):
 
     def found(inputs):
         source = [inputs[name] for name in case.sought]
-        yield models.greedy_search(model, *source, max_output_length=4)
+        yield decoding.greedy_search(model, *source, max_length=4).best
         for beam, bonus in ((1, 0.0), (1, 1e-30), (3, 0.0)):  # with a bonus, by a beam's own steps
             more = {"scorer": scorer if beam > 1 else None, "length_bonus": bonus}
-            yield models.beam_search(model, *source, beam, max_output_length=4, **more)
+            yield decoding.beam_search(model, *source, beam, max_length=4, **more).best
 
     greedy, by_beam, by_steps, of_three = found(inputs)
     assert greedy == by_beam == by_steps and any(greedy + of_three)

@@ -4,11 +4,14 @@ import itertools
 import math
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
 
-from attnfast.models import BOS, EOS, UNK, Config, beam_search, build, greedy_search, search
+from attnfast.decoding import beam_search, greedy_search
+from attnfast.decoding._constraints import Constraints
+from attnfast.models import BOS, EOS, UNK, Config, build
 from attnfast.ops.backends import FLOATS
 from attnfast.ops.copying import LOWEST
 
@@ -104,7 +107,7 @@ def test_a_long_translation_is_waited_for():
             return Kept(self.x[index])
 
     for length_penalty in (0.0, 1.0):
-        found = beam_search(Sure(), *make_source(2), beam=3, length_penalty=length_penalty)
+        found = beam_search(Sure(), *make_source(2), beam=3, length_penalty=length_penalty).best
         assert found == [text[:-1]] * 2
 
 
@@ -124,7 +127,9 @@ def test_wide_beam_finds_the_best_of_all_translations(length_penalty):
         model = make("bahdanau", vocab_size=7, seed=seed)
         every = [words for n in range(4) for words in itertools.product((4, 5, 6), repeat=n)]
         expected = max(every, key=lambda w: score(model, source, lengths, w, length_penalty))
-        found = beam_search(model, source, lengths, 40, length_penalty, max_output_length=3)
+        found = beam_search(
+            model, source, lengths, 40, length_penalty=length_penalty, max_length=3
+        ).best
         assert tuple(found[0]) == expected
         best.add(expected)
     assert len(best) > 2
@@ -158,8 +163,9 @@ class Scripted:
             row[4] = math.log1p(-math.exp(row[EOS].item()))
         return logits, state, None
 
-    def found(self, *args, **options):
-        return beam_search(self, torch.tensor([[4, EOS]]), torch.tensor([2]), 2, *args, **options)
+    def found(self, **options):
+        source = torch.tensor([[4, EOS]])
+        return beam_search(self, source, torch.tensor([2]), 2, **options).best
 
 
 @pytest.mark.parametrize(("longer", "wins"), [(-1.155, True), (-1.18, False)])
@@ -167,8 +173,8 @@ def test_the_length_penalty_is_gnmts(longer, wins):
     """((5 + n) / 6)^α; with 4 or 6 in the place of 5 the other translation would be the best."""
     assert Scripted(longer).found() == [[4] if wins else []]
     # twice the penalty, for which both are long enough
-    assert Scripted(longer).found(2.0) == [[4]]
-    assert Scripted(longer).found(0.0) == [[]]
+    assert Scripted(longer).found(length_penalty=2.0) == [[4]]
+    assert Scripted(longer).found(length_penalty=0.0) == [[]]
 
 
 @pytest.mark.parametrize(("longer", "wins"), [(-2.1, True), (-2.2, False)])
@@ -183,7 +189,8 @@ def test_searches_end_and_never_emit_special_words():
         model.bias[:3] = 50  # padding, unknown and start would win
         model.bias[EOS] = -50  # the end never comes by itself
     source, lengths = make_source()
-    for found in (greedy_search(model, source, lengths), beam_search(model, source, lengths, 3)):
+    for find in (greedy_search, partial(beam_search, beam=3)):
+        found = find(model, source, lengths).best
         assert [len(words) for words in found] == (2 * lengths + 9).tolist()
         assert min(min(words) for words in found) > 3
 
@@ -198,10 +205,10 @@ def test_a_limit_follows_the_longest_target_or_is_given():
         model = build(Config(VOCAB, embed_dim=4, hidden_dim=4, **options), "reference").eval()
         with torch.no_grad():
             model.bias[EOS] = -1e4
-        assert search.output_limits(model, lengths).tolist() == limit.tolist()
-        for find in (greedy_search, lambda *x, **y: beam_search(*x, 3, **y)):
-            assert [len(x) + 1 for x in find(model, source, lengths)] == limit.tolist()
-            found = find(model, source, lengths, max_output_length=2)
+        assert model.output_limit(lengths).tolist() == limit.tolist()
+        for find in (greedy_search, partial(beam_search, beam=3)):
+            assert [len(x) + 1 for x in find(model, source, lengths).best] == limit.tolist()
+            found = find(model, source, lengths, max_length=2).best
             assert [len(words) for words in found] == [2] * 4
 
 
@@ -212,11 +219,11 @@ def test_what_can_never_end_ends_at_its_limit(beam):
     with torch.no_grad():
         model.bias[EOS] = -math.inf
     source, lengths = make_source()
-    found = beam_search(model, source, lengths, beam)
+    found = beam_search(model, source, lengths, beam).best
     assert [len(words) for words in found] == (2 * lengths + 9).tolist()
     assert min(min(words) for words in found) > EOS
     if beam == 1:
-        assert found == greedy_search(model, source, lengths)
+        assert found == greedy_search(model, source, lengths).best
 
     class OneWord:
         def score(self, words, state, memory):
@@ -225,12 +232,12 @@ def test_what_can_never_end_ends_at_its_limit(beam):
             said[words[:, 0] == BOS, 7] = 0.0
             return said, Rows()
 
-    assert beam_search(model, source, lengths, beam, scorer=OneWord()) == [[7]] * 4
+    assert beam_search(model, source, lengths, beam, scorer=OneWord()).best == [[7]] * 4
 
 
 def test_search_of_no_sentence():
     source, lengths = torch.zeros(2, 3, dtype=torch.long), torch.tensor([3, 3])
-    assert len(beam_search(make(), source, lengths)) == 2
+    assert len(beam_search(make(), source, lengths).best) == 2
 
 
 def test_a_config_reaches_its_attention():
@@ -281,7 +288,8 @@ def test_searches_say_words_that_the_vocabulary_lacks(input_feeding):
     model, source, lengths = make_pointer(input_feeding=input_feeding)
     with torch.no_grad():
         model.pointer.gate.bias.fill_(-20)  # copy always
-    for found in (greedy_search(model, source, lengths), beam_search(model, source, lengths, 3)):
+    for find in (greedy_search, partial(beam_search, beam=3)):
+        found = find(model, source, lengths).best
         for words, sentence in zip(found, source.tolist()):
             assert words and set(words) <= set(sentence)
         assert any(word >= VOCAB for words in found for word in words)
@@ -291,9 +299,12 @@ def test_searches_say_words_that_the_vocabulary_lacks(input_feeding):
 def test_another_sentences_words_cannot_be_said(dtype):
     """Nor where forbidding the unknown word, almost certain, makes all others likelier."""
     logits = torch.full((1, VOCAB + 2), LOWEST, dtype=dtype)
-    assert search._best_words(logits)[1] == EOS
+    start, row = torch.tensor([[BOS]]), torch.tensor([0])
+    constraints = Constraints(torch.tensor([9]))
+    log_probs = constraints.log_probs(logits.clone(), start, row, None, 0.0)
+    assert log_probs.max(-1).indices == EOS
     logits[0, UNK], logits[0, EOS] = math.log1p(-1e-20), -60.0
-    log_probs = search._log_probs(logits, torch.tensor([False]))
+    log_probs = constraints.log_probs(logits, start, row, None, 0.0)
     assert log_probs[0, EOS] == 0
     assert log_probs.isneginf().sum() == VOCAB + 1
 
@@ -387,11 +398,11 @@ def test_a_stack_of_decoder_layers_steps_and_searches(attention, input_feeding, 
     for t, word in enumerate(target.split(1, 1)):
         logits, state, _ = model.decode(word, state, memory)
         torch.testing.assert_close(logits[:, 0], expected[:, t])
-    greedy = greedy_search(model, source, lengths)
-    assert greedy == beam_search(model, source, lengths, beam=1, length_bonus=1e-30)
-    together = beam_search(model, source, lengths, beam=3)
+    greedy = greedy_search(model, source, lengths).best
+    assert greedy == beam_search(model, source, lengths, beam=1, length_bonus=1e-30).best
+    together = beam_search(model, source, lengths, beam=3).best
     assert together == [
-        beam_search(model, source[i : i + 1, :n], lengths[i : i + 1], beam=3)[0]
+        beam_search(model, source[i : i + 1, :n], lengths[i : i + 1], beam=3).best[0]
         for i, n in enumerate(lengths.tolist())
     ]
     model.train()

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from attnfast import Span
-from attnfast.models import Config, Encoder, TransformerEncoder, build, greedy_search
+from attnfast.decoding import greedy_search
+from attnfast.models import Config, Encoder, TransformerEncoder, build
 from attnfast.nn import (
     LearnedPositions,
     MultiHeadAttention,
@@ -196,6 +197,6 @@ def test_an_encoder_of_a_translator(sparse):
     heads = model.encoder.layers[1].attention.heads
     assert heads == ([Span(window=1)] * 2 + [Span(stride=3)] * 2 if sparse else [Span()] * 4)
     source, lengths = torch.randint(4, 30, (3, 9)), torch.tensor([9, 5, 1])
-    assert len(greedy_search(model, source, lengths)) == 3
+    assert len(greedy_search(model, source, lengths).best) == 3
     assert isinstance(build(Config(30, hidden_dim=8)).encoder, Encoder)
     assert TransformerEncoder(6, 3, [Span()] * 3).output_dim == 6

@@ -12,7 +12,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from attnfast._utils.checks import InputError
-from attnfast.models import BOS, EOS, Config, beam_search, build, greedy_search, search
+from attnfast.decoding import beam_search, greedy_search, search
+from attnfast.decoding._constraints import output_limit
+from attnfast.models import BOS, EOS, Config, build
 from attnfast.ops import dispatch, reference
 from attnfast.ops.backends import HALF, unsupported_reason
 from attnfast.ops.operators import CHECKS
@@ -68,9 +70,11 @@ def call(
 
 def judge(kind: str, case: Case, backend: str, **sizes: int) -> list[list[int]]:
     args = call(kind, case, **sizes, device=DEVICE[backend])
-    wanted = reference.greedy_search(doubled(call(kind, case, **sizes))).words.tolist()
-    assert SEARCH(backend, args).words.tolist() == wanted, f"{kind} {case} {sizes}"
-    return wanted
+    wanted = reference.greedy_search(doubled(call(kind, case, **sizes)))
+    got = SEARCH(backend, args)
+    assert got.words.tolist() == wanted.words.tolist(), f"{kind} {case} {sizes}"
+    torch.testing.assert_close(got.scores.double().cpu(), wanted.scores, rtol=1e-5, atol=2e-5)
+    return wanted.words.tolist()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -262,10 +266,17 @@ def test_models_search_in_one_call(attention, feeding, cell, monkeypatch):
     calls = spied(monkeypatch)
     found = greedy_search(*parts)
     assert len(calls) == 1
-    monkeypatch.setattr(search, "_in_one_call", lambda *_: None)
-    assert found == greedy_search(*parts)
-    assert len({tuple(row) for row in found}) > 8
-    assert len({len(row) for row in found}) > 2
+    with torch.no_grad():
+        parts[0].bias[EOS] = -math.inf  # no sentence can end
+    endless = greedy_search(*parts)
+    assert len(calls) == 2 and not endless.finished.any()
+    monkeypatch.setattr(search, "_run_operator", lambda _: (None, "a test"))
+    torch.testing.assert_close(endless, greedy_search(*parts))
+    with torch.no_grad():
+        parts[0].bias[EOS] = 0
+    torch.testing.assert_close(found, greedy_search(*parts))
+    assert len({tuple(row) for row in found.best}) > 8
+    assert len({len(row) for row in found.best}) > 2
 
 
 def test_other_models_search_step_by_step(monkeypatch):
@@ -296,9 +307,9 @@ def test_half_types_are_searched_in_float32(monkeypatch):
     served("cpu")
     made, *sources = model_and_sources("bahdanau", False)
     calls = spied(monkeypatch)
-    found = greedy_search(made.bfloat16(), *sources)
+    found = greedy_search(made.bfloat16(), *sources).best
     assert [x.embedding.dtype for x in calls] == [torch.float32]
-    wanted = greedy_search(made.double(), *sources)  # the same parameters
+    wanted = greedy_search(made.double(), *sources).best  # the same parameters
     assert sum(a[:3] == b[:3] for a, b in zip(found, wanted)) > len(found) / 2
 
 
@@ -307,7 +318,7 @@ def test_half_types_are_searched_in_float32(monkeypatch):
 def test_a_beam_of_one_is_greedy_in_half_types_too(attention, dtype):
     """Where many scores of single steps are equal, of which a beam takes any."""
     made, *sources = model_and_sources(attention, False)
-    assert beam_search(made.to(dtype), *sources, 1) == greedy_search(made, *sources)
+    assert beam_search(made.to(dtype), *sources, 1).best == greedy_search(made, *sources).best
 
 
 def test_a_damaged_model_is_refused():
@@ -331,7 +342,8 @@ def test_begins_and_ends_as_models_do(monkeypatch):
     made, source, lengths = model_and_sources("general", True)
     greedy_search(made, source, lengths)
     assert (calls[0].begin, calls[0].end) == (BOS, EOS)
-    assert calls[0].limits.tolist() == search.output_limit(lengths).tolist()
-    assert greedy_search(made, source[:0], lengths[:0]) == []
-    assert greedy_search(made, source.int(), lengths.int()) == greedy_search(made, source, lengths)
+    assert calls[0].limits.tolist() == output_limit(lengths).tolist()
+    assert greedy_search(made, source[:0], lengths[:0]).best == []
+    found = greedy_search(made, source.int(), lengths.int()).best
+    assert found == greedy_search(made, source, lengths).best
     assert len(calls) == 4

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from attnfast.decoding import beam_search, greedy_search
 from attnfast.losses import Reinforce, doubly_stochastic_loss
-from attnfast.models import GridEncoder, MeanContext, ShowAttendTell, beam_search, greedy_search
+from attnfast.models import GridEncoder, MeanContext, ShowAttendTell
 from attnfast.models._checks import BOS, EOS
 from attnfast.nn import (
     AttentionLSTM,
@@ -173,11 +174,11 @@ def test_a_caption_by_hand(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_search_says_what_the_teacher_would(kind):
     told, x = model(kind), images()
-    found = greedy_search(told, x, SIZES)
+    found = greedy_search(told, x, SIZES).best
     options = {"length_penalty": 0.0, "length_bonus": 1e-30}  # a beam's own steps
-    assert beam_search(told, x, SIZES, beam=1, **options) == found
+    assert beam_search(told, x, SIZES, beam=1, **options).best == found
     for beam in (1, 2):
-        short = beam_search(told, x, SIZES, beam, max_output_length=1)
+        short = beam_search(told, x, SIZES, beam, max_length=1).best
         assert all(len(y) <= 1 for y in short)
     longest = max(map(len, found))
     said = torch.tensor([[BOS, *y, *[0] * (longest - len(y))] for y in found])

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from attnfast import speech
 from attnfast._utils.checks import InputError
 from attnfast.analysis import diagnostics, plots
+from attnfast.decoding import beam_search
 from attnfast.models import (
     BOS,
     EOS,
@@ -26,7 +27,6 @@ from attnfast.models import (
     LASOutput,
     ListenAttendSpell,
     PyramidEncoder,
-    beam_search,
     hybrid_loss,
     scheduled_sampling,
     sequence_loss,
@@ -598,7 +598,7 @@ def test_a_wide_search_finds_the_best_of_all(weight, bonus):
     for seed in range(3):
         model = make(layers=1, vocab=6, seed=seed)
         options = dict(scorer=CTCPrefixScorer(), scorer_weight=weight, length_bonus=bonus)
-        got = beam_search(model, x, lengths, beam=70, length_penalty=0.0, **options)
+        got = beam_search(model, x, lengths, beam=70, length_penalty=0.0, **options).best
         assert got == [exhaustive(model, x, lengths, i, weight, bonus) for i in range(3)]
         said |= {tuple(text) for text in got}
     assert len(said) > 2
@@ -607,8 +607,8 @@ def test_a_wide_search_finds_the_best_of_all(weight, bonus):
 def test_without_its_share_a_scorer_changes_nothing(frames):
     model = make("additive")
     assert model.output_limit(LENGTHS).tolist() == [7, 2, 5]
-    plain = beam_search(model, frames, LENGTHS, beam=4)
-    scored = [beam_search(model, frames, LENGTHS, 4, scorer=CTCPrefixScorer(), scorer_weight=w)
+    plain = beam_search(model, frames, LENGTHS, beam=4).best
+    scored = [beam_search(model, frames, LENGTHS, 4, scorer=CTCPrefixScorer(), scorer_weight=w).best
               for w in (0.0, 0.9)]  # fmt: skip
     assert scored[0] == plain != scored[1]
 

@@ -160,6 +160,8 @@ FITS: dict[str, tuple[tuple[str, str, str], ...]] = {
         ("Span.*|gaussian_bias.*|RelativePositions.forward", "Tq|Tk", "zero"),
         (".*Attention|SpecAugment", "(num_)?filters|window|ahead|.*masks|.*width", "zero"),
         (".*", "offset|first|seed|radius|null|longest_target", "zero"),
+        (".*_search|sample", "min_length|no_repeat_ngram|top_k|start", "zero"),
+        (".*_search|sample", "forbidden", "empty list"),
     ),
     "rows may stand before the first key and after the last": (
         (".*_attention, span|attend|Span.key_indices|gaussian.*", "position", "2.*40|negative"),
@@ -234,7 +236,7 @@ FITS: dict[str, tuple[tuple[str, str, str], ...]] = {
          "x|input", "longer in axis 1"),
         ("(alignment_loss, numbers|doubly_stochastic_loss)", "weights|alignment",
          "longer in axis 1"),
-        ("Seq2Seq.*|.*_search|Classifier.*|BiDAF.forward|ListenAttendSpell.*|ShowAttendTell.*",
+        ("Seq2Seq.*|.*_search|sample|Classifier.*|BiDAF.forward|ListenAttendSpell.*|ShowAttendTell.*",
          "source|words|target_in|embedded|text|question|frames", "longer in axis 1"),
         (".*Encoder.forward|FeatureNormalizer.forward|SpecAugment.forward|LogMel.forward",
          "embedded|frames|features|samples", "longer in axis 1"),

@@ -2,7 +2,7 @@
 
 ``build(Config(vocab_size=8000, attention="bahdanau"))`` makes a translator; the parts are
 :class:`Encoder`, :class:`TransformerEncoder`, :class:`BahdanauDecoder`, :class:`LuongDecoder` and
-:class:`Seq2Seq`; :func:`greedy_search` and :func:`beam_search` decode with it.
+:class:`Seq2Seq`; the searches of :mod:`attnfast.decoding` find its translations.
 :class:`Classifier` classifies sentences. :class:`ListenAttendSpell`, with a
 :class:`PyramidEncoder`, recognises speech; :class:`CTCPrefixScorer` adds the scores of its CTC head
 to a search. :class:`ShowAttendTell`, with a :class:`GridEncoder`, describes images.
@@ -23,7 +23,6 @@ from attnfast.models.encoders import Encoder, TransformerEncoder
 from attnfast.models.las import EncodedSpeech, LASOutput, ListenAttendSpell, PyramidEncoder
 from attnfast.models.memory_network import MemoryNetwork, MemoryNetworkOutput, position_encoding
 from attnfast.models.objectives import hybrid_loss, scheduled_sampling, sequence_loss
-from attnfast.models.search import Scorer, beam_search, greedy_search
 from attnfast.models.seq2seq import EncodedSource, Seq2Seq
 from attnfast.models.show_attend_tell import (
     CaptionOutput,
@@ -60,15 +59,12 @@ __all__ = [
     "MemoryNetwork",
     "MemoryNetworkOutput",
     "PyramidEncoder",
-    "Scorer",
     "Seq2Seq",
     "ShowAttendTell",
     "SpanPrediction",
     "TransformerEncoder",
-    "beam_search",
     "best_spans",
     "build",
-    "greedy_search",
     "hybrid_loss",
     "position_encoding",
     "scheduled_sampling",

@@ -21,10 +21,22 @@ from attnfast._utils.checks import (
     raise_type_error,
     raise_value_error,
 )
+from attnfast.decoding._constraints import BOS, EOS, PAD, UNK
 from attnfast.nn import Memory, RecurrentState
 
-#: The ids that every vocabulary starts with.
-PAD, UNK, BOS, EOS = range(4)  # searches never select the first three
+__all__ = [
+    "BOS",
+    "EOS",
+    "PAD",
+    "UNK",
+    "check_ids",
+    "check_lengths",
+    "check_share",
+    "check_source",
+    "check_step",
+    "check_target",
+    "embed",
+]
 
 
 def check_share(name: str, x: object) -> None:

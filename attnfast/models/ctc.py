@@ -36,7 +36,7 @@ class PrefixState(NamedTuple):
 
 
 class CTCPrefixScorer:
-    r"""Score each label after a hypothesis by CTC: a scorer of :func:`beam_search`.
+    r"""Score each label after a hypothesis by CTC, for :func:`attnfast.decoding.beam_search`.
 
     The prefix probability of g is that of all texts that begin with it. Let
     :math:`\gamma^n_t(g)` and :math:`\gamma^b_t(g)` be the probabilities that the first t states
@@ -61,8 +61,8 @@ class CTCPrefixScorer:
         >>> model = ListenAttendSpell(PyramidEncoder(5, 4, layers=1), attention, 20, 6, 3).eval()
         >>> frames, lengths = torch.randn(2, 8, 5), torch.tensor([8, 6])
         >>> scorer = CTCPrefixScorer()
-        >>> texts = attnfast.models.beam_search(model, frames, lengths, beam=2, scorer=scorer)
-        >>> len(texts)
+        >>> found = attnfast.decoding.beam_search(model, frames, lengths, beam=2, scorer=scorer)
+        >>> len(found.best)
         2
     """
 

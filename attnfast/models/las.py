@@ -187,8 +187,8 @@ class ListenAttendSpell(nn.Module):
 
     The decoder is one :class:`attnfast.nn.AttentionLSTM`, whose initial state is 0. Labels are ids
     from 4 on, as everywhere; CTC's blank is the id of padding. The model has the methods ``encode``
-    and ``decode`` of :class:`Seq2Seq`, so that :func:`greedy_search` and :func:`beam_search` accept
-    it.
+    and ``decode`` of :class:`Seq2Seq`, so that the searches of :mod:`attnfast.decoding`
+    accept it.
 
     Args:
         encoder: frames and lengths to states and lengths.
@@ -202,13 +202,14 @@ class ListenAttendSpell(nn.Module):
     Architecture for End-to-End Speech Recognition", IEEE JSTSP 11(8), 2017.
 
     Example:
-        >>> from attnfast.models import ListenAttendSpell, PyramidEncoder, greedy_search
+        >>> from attnfast.decoding import greedy_search
+        >>> from attnfast.models import ListenAttendSpell, PyramidEncoder
         >>> attention = attnfast.nn.BahdanauAttention(query_dim=6, key_dim=8, attn_dim=4)
         >>> model = ListenAttendSpell(PyramidEncoder(5, 4, layers=1), attention, 20, 6, 3).eval()
         >>> frames, lengths = torch.randn(2, 8, 5), torch.tensor([8, 6])
         >>> model(frames, lengths, torch.tensor([[2, 7, 5], [2, 9, 0]])).logits.shape
         torch.Size([2, 3, 20])
-        >>> texts = greedy_search(model, frames, lengths)
+        >>> texts = greedy_search(model, frames, lengths).best
     """
 
     def __init__(

@@ -8,14 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from attnfast._utils.checks import (
-    check_array,
     check_flag,
-    check_range,
     describe,
     raise_type_error,
     raise_value_error,
 )
 from attnfast._utils.torch_private import keep_in_pytrees
+from attnfast.decoding._constraints import Constraints, output_limit
 from attnfast.models._checks import (
     PAD,
     UNK,
@@ -29,19 +28,12 @@ from attnfast.models._checks import (
 )
 from attnfast.models.decoders import BahdanauDecoder, LuongDecoder, state_shape, summary
 from attnfast.nn import CoverageAttention, Memory, PointerGenerator
+from attnfast.nn._fused_rnn import attention_arguments, select_layer_backend, upcast_halves
 from attnfast.nn._layer import RecurrentState
-from attnfast.nn._linear import linear
+from attnfast.nn._linear import is_plain, linear, not_plain_reason
 from attnfast.nn.attention import check_sizes
-
-
-def output_limit(lengths: Tensor, ratio: float = 2.0, longest: int = 0) -> Tensor:
-    r"""Return the most words, the end included, of translations of ``lengths [B]`` words.
-
-    .. math:: \max(\lfloor r n \rfloor + 10, \text{longest})
-    """
-    check_array("lengths", lengths, "int64 or int32", ("B",))
-    check_range("lengths", lengths, 0, 2**31 - 1, "lengths")
-    return ((ratio * lengths.cpu().double()).long() + 10).clamp_min(longest)
+from attnfast.nn.stateful import HistoryAttention
+from attnfast.ops.search import SEARCH, GreedySearchInputs
 
 
 class EncodedSource(NamedTuple):
@@ -204,6 +196,62 @@ class Seq2Seq(nn.Module):
         lengths = lengths.to(states.device)
         memory = self.decoder.attention.prepare(states, lengths)
         return memory, self.decoder.initial(torch.tanh(self.bridge(summary(states, lengths))))
+
+    def _search_inputs(
+        self, source: EncodedSource, state: RecurrentState, constraints: Constraints
+    ) -> tuple[GreedySearchInputs | None, str | None, str]:
+        """Return the operator's arguments for a search, its backend, and why there is none."""
+        backend, reason = self._select_search_backend(source, state)
+        if backend is None:
+            return None, None, reason
+        decoder, words, limits = self.decoder, self.embedding, constraints.limits
+        layer, readout = decoder.parts()
+        most = int(limits.max()) if len(limits) else 0
+        steps = words.weight.new_empty(len(limits), most, 0)
+        terms, _ = attention_arguments(
+            decoder.attention, source.memory, backend, state.history, steps
+        )
+        call = GreedySearchInputs(
+            words.weight, words.weight, limits, state.hidden,
+            layer.weight_ih, layer.weight_hh, state.cell, state.feed,  # type: ignore[arg-type]
+            bias_ih=layer.bias_ih, bias_hh=layer.bias_hh, bias_vocab=self.bias,
+            weight_output=getattr(layer.output, "weight", None),
+            bias_output=getattr(layer.output, "bias", None),
+            weight_readout=getattr(readout, "weight", None),
+            bias_readout=getattr(readout, "bias", None),
+            mode=layer.mode, attends_first=layer.attends_first,
+            begin=constraints.start, end=constraints.end, most=most,
+            embedding_scale=words.embedding_dim**0.5, **terms,
+        )  # fmt: skip
+        return upcast_halves(call), backend, ""
+
+    def _select_search_backend(
+        self, source: EncodedSource, state: RecurrentState
+    ) -> tuple[str | None, str]:
+        """Return the backend whose operator can search with this model, or None and the reason."""
+        if not is_plain(self, Seq2Seq):
+            return None, not_plain_reason(self, Seq2Seq)
+        if self.dropout.training and self.dropout.p:
+            return None, "dropout is on: call eval() first"
+        decoder, words = self.decoder, self.embedding
+        if any(callable(x) for part in (self, decoder) for x in vars(part).values()):
+            return None, "the model or its decoder has a method of its own"
+        if not is_plain(decoder, BahdanauDecoder, LuongDecoder):
+            return None, not_plain_reason(decoder, BahdanauDecoder, LuongDecoder)
+        if self.pointer is not None:
+            return None, "the model copies words"
+        plain = [(words, nn.Embedding), (decoder.readout, nn.Linear), (self.dropout, nn.Dropout)]
+        if decoder.rnn.num_layers > 1:
+            return None, "its decoder has several layers"
+        is_own = decoder.parts()[0].rnn is None and not words.max_norm
+        if not is_own or not all(is_plain(*x) for x in plain):
+            return None, "its cell, embedding or readout is no plain module"
+        if isinstance(decoder.attention, HistoryAttention):
+            return None, "its attention has a history"
+        return select_layer_backend(
+            decoder.attention, source.memory, words.weight, history=state.history,
+            operator=SEARCH.name,
+        )  # fmt: skip
 
     def decode(
         self,

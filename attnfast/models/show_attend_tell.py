@@ -292,8 +292,8 @@ class ShowAttendTell(nn.Module):
 
     with ā the mean of an image's features. The decoder is one :class:`attnfast.nn.AttentionLSTM`,
     which runs a whole caption as one operator if its attention has one. The model has the methods
-    ``encode`` and ``decode`` of :class:`Seq2Seq`, so that :func:`greedy_search` and
-    :func:`beam_search` accept it, with images as the source and their sizes as lengths.
+    ``encode`` and ``decode`` of :class:`Seq2Seq`, so that the searches of
+    :mod:`attnfast.decoding` accept it, with images as the source and their sizes as lengths.
 
     Args:
         encoder: images and sizes to grids.
@@ -319,7 +319,7 @@ class ShowAttendTell(nn.Module):
         >>> images, sizes = torch.rand(2, 1, 8, 12), torch.tensor([[8, 12], [8, 9]])
         >>> model(images, sizes, torch.tensor([[2, 7, 5], [2, 9, 0]])).logits.shape
         torch.Size([2, 3, 20])
-        >>> captions = attnfast.models.beam_search(model.eval(), images, sizes, beam=2)
+        >>> captions = attnfast.decoding.beam_search(model.eval(), images, sizes, beam=2).best
     """
 
     def __init__(

@@ -428,11 +428,12 @@ def recurrent(call: RecurrentInputs) -> RecurrentOutputs:
 
 
 def greedy_search(call: GreedySearchInputs) -> GreedySearchOutputs:
-    """Select the best word at every step."""
+    """Select the best word at every step, and return its log-probability too."""
     linear = torch.nn.functional.linear
     call = _wide(call)
     B = call.hidden.shape[0]
     words = call.limits.new_full((B, call.most), call.end)
+    word_scores = call.hidden.new_zeros(B, call.most)
     word, ended = call.limits.new_full((B,), call.begin), call.limits.new_zeros(B, dtype=torch.bool)
     h, c, f = call.hidden, call.cell, call.feed
     for t in range(call.most):
@@ -449,9 +450,12 @@ def greedy_search(call: GreedySearchInputs) -> GreedySearchOutputs:
             output = linear(torch.cat([h, context, x], -1), call.weight_readout, call.bias_readout)
             output = output.tanh()
         scores = linear(output, call.weight_vocab, call.bias_vocab)  # type: ignore[arg-type]
+        log_probs = scores[:, call.end :].log_softmax(-1)
         best, new = scores[:, call.end :].max(-1)
         word = (new + call.end).masked_fill(call.limits <= t + 1, call.end)
         word = word.masked_fill(~(best > -math.inf), -1)
+        score = log_probs.gather(-1, (word - call.end).clamp_min(0).unsqueeze(-1)).squeeze(-1)
+        word_scores[:, t] = score.masked_fill(ended, 0)
         if t:
             word = torch.where(ended, words[:, t - 1], word)
         words[:, t:] = word.unsqueeze(1)
@@ -459,4 +463,4 @@ def greedy_search(call: GreedySearchInputs) -> GreedySearchOutputs:
         word = word.masked_fill(ended, call.begin)  # never read
         if ended.all():
             break
-    return GreedySearchOutputs(words)
+    return GreedySearchOutputs(words, word_scores)

@@ -72,12 +72,14 @@ class GreedySearchInputs(NamedTuple):
 
 
 class GreedySearchOutputs(NamedTuple):
-    """Output of ``greedy_search``: ``words [B, most]``.
+    """Output of ``greedy_search``: ``words [B, most]`` and their log-probabilities, ``scores``.
 
-    A row is filled with ``end`` after its end, and with −1 from the first step with NaN scores.
+    A row of words is filled with ``end`` after its end, and with −1 from the first step with NaN
+    scores. Probabilities of words from ``end`` on add up to 1; scores are 0 after the end.
     """
 
     words: Tensor
+    scores: Tensor
 
 
 def layer_of(call: GreedySearchInputs, input: Tensor) -> RecurrentInputs:
@@ -133,7 +135,8 @@ def check(call: GreedySearchInputs) -> None:
 
 
 def _fake(call: GreedySearchInputs) -> GreedySearchOutputs:
-    return GreedySearchOutputs(call.limits.new_empty(call.hidden.shape[0], call.most))
+    shape = call.hidden.shape[0], call.most
+    return GreedySearchOutputs(call.limits.new_empty(shape), call.hidden.new_empty(shape))
 
 
 SEARCH = ForwardOperator(

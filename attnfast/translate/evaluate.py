@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from attnfast._utils.checks import InputError, optional, out_of_memory
-from attnfast.models import UNK, Seq2Seq, beam_search, greedy_search
-from attnfast.models.search import output_limits
+from attnfast.decoding import beam_search
+from attnfast.models import UNK, Seq2Seq
 from attnfast.translate.data import Tokenizer, pad_sources
 
 #: The largest number of tokens in a batch of sources, its padding included.
@@ -53,7 +53,8 @@ def translate(
     Raises:
         InputError: too little memory for a line; as for the searches.
     """
-    for size, least in (("max_length", max_length), ("batch_size", batch_size)):
+    sizes = {"max_length": max_length, "batch_size": batch_size}
+    for size, least in (*sizes.items(), ("max_output_length", max_output_length)):
         if least is not None and least < 1:
             raise InputError(f"{size} must be at least 1, got {least}")
     title = f"{name}, line" if name else "line"
@@ -104,13 +105,12 @@ def _search(
 ) -> tuple[list[list[int]], list[int]]:
     """Return the translations of a batch, and the token limit of each, the end included."""
     source, lengths = pad_sources(sources)
-    limits = output_limits(model, lengths, max_output_length).tolist()
+    limits = model.output_limit(lengths)
+    if max_output_length is not None:
+        limits = torch.full_like(limits, max_output_length + 1)
     source = source.to(next(model.parameters()).device)
-    if beam == 1:
-        found = greedy_search(model, source, lengths, max_output_length=max_output_length)
-    else:
-        found = beam_search(model, source, lengths, beam, max_output_length=max_output_length)
-    return found, limits
+    found = beam_search(model, source, lengths, beam, max_length=max_output_length)
+    return found.best, limits.tolist()
 
 
 def _batches(lengths: Sequence[int], batch_size: int) -> Iterator[list[int]]:

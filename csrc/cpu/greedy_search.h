@@ -18,6 +18,7 @@ struct SearchRoom {
   Panels<C> vocabulary;
   Found<C>* found;  // [B, groups]: the best word of every group of panels
   int64_t groups;
+  C* of_end;          // [B]: the score of the end
   int64_t* sequence;  // [B]: the sequence of each row
   int64_t* goes_on;   // [B]: the rows that the next step still needs
   int64_t* rows;      // [most + 1]: the number of rows of each step
@@ -39,6 +40,7 @@ struct SearchRoom {
     };
     const Forward& of = a.even.attention;
     take(found, a.B * groups);
+    take(of_end, a.B);
     take(sequence, a.B);
     take(goes_on, a.B);
     take(rows, a.most + 1);
@@ -152,21 +154,32 @@ class Search {
   void find(const RecurrentForward& step, const View& output, int64_t item) {
     const Block block(step, plan, item);
     Lanes best[kMostBatch];
-    for (int64_t r = 0; r < block.rows; ++r) best[r] = {splat((C)-__builtin_inf()), Flags<C>{} - 1};
+    for (int64_t r = 0; r < block.rows; ++r)
+      best[r] = {splat((C)-__builtin_inf()), Flags<C>{} - 1, Vec<C>{}};
     const int64_t first = block.panel * kPanelsAtATime;
     for (int64_t panel = first; panel < min(first + kPanelsAtATime, room.vocabulary.count); ++panel) {
       alignas(64) C x[kMostBatch * P];
       clear(x, block.rows * P);
       multiply_panel(row<C>(output, block.b), output.batch, 1, block.rows, a.R, room.vocabulary.at(panel),
                      x);
+      Vec<C> before[kMostBatch];
+      for (int64_t r = 0; r < block.rows; ++r) before[r] = best[r].score;
       for_vectors<C>(a.V - panel * P, [&](int64_t c, int64_t n) {
         const int64_t word = panel * P + c;
         const Flags<C> may_be_said = lanes_within<C>(word, a.end, a.V);
         Vec<C> bias = {};
         if (a.bias_vocab.data) bias = load_part(row<C>(a.bias_vocab, 0) + word, n, (C)0);
-        for (int64_t r = 0; r < block.rows; ++r)
-          best[r].compare(load(x + r * P + c) + bias, word, may_be_said);
+        for (int64_t r = 0; r < block.rows; ++r) {
+          const Vec<C> scores = may_be_said ? load(x + r * P + c) + bias : splat((C)-__builtin_inf());
+          store(x + r * P + c, scores);
+          best[r].compare(scores, word, may_be_said);
+        }
       });
+      for (int64_t r = 0; r < block.rows; ++r) {
+        if (a.end / P == panel) room.of_end[block.b + r] = x[r * P + a.end % P];
+        best[r].scale(before[r]);
+        for_vectors<C>(a.V - panel * P, [&](int64_t c, int64_t) { best[r].add(load(x + r * P + c)); });
+      }
     }
     for (int64_t r = 0; r < block.rows; ++r)
       room.found[(block.b + r) * room.groups + block.panel] = best[r].first();
@@ -175,10 +188,20 @@ class Search {
   // Return true if `score` beats `best`: the first of equal scores wins, and NaN beats any number.
   static bool is_better(C score, C best) { return !(score <= best) && best == best; }
 
-  // The best word of each lane.
+  // The best word of each lane, and the sum of exp(score - its score) over the lane.
   struct Lanes {
     Vec<C> score;
     Flags<C> word;
+    Vec<C> sum;
+
+    // Return exp(x - best), 0 if x is -inf.
+    static Vec<C> exp_from(Vec<C> x, Vec<C> best) {
+      return x == splat((C)-__builtin_inf()) ? Vec<C>{} : exp(x - best);
+    }
+
+    void scale(Vec<C> before) { sum *= exp_from(before, score); }
+
+    void add(Vec<C> scores) { sum += exp_from(scores, score); }
 
     inline __attribute__((always_inline)) void compare(Vec<C> scores, int64_t first, Flags<C> among) {
       const Flags<C> better = ~(scores <= score) & (score == score) & among;
@@ -188,10 +211,11 @@ class Search {
     }
 
     Found<C> first() const {
-      Found<C> best = {(C)-__builtin_inf(), -1};
+      Found<C> best = {(C)-__builtin_inf(), -1, 0};
       for (int i = 0; i < Vector<C>::width; ++i)
         if (is_better(score[i], best.score) || (score[i] == best.score && word[i] < best.word))
-          best = {score[i], word[i]};
+          best = {score[i], word[i], 0};
+      best.sum = attnfast::VARIANT::sum<C>(sum * exp_from(score, splat(best.score)));
       return best;
     }
   };
@@ -200,17 +224,22 @@ class Search {
   void choose(int64_t r, int64_t t) {
     const int64_t b = room.sequence[r];
     int64_t* const words = a.words + b * a.most;
+    C* const scores = row<C>(a.scores, b);
     if (t && is_last(words[t - 1])) return;
-    Found<C> best = {(C)-__builtin_inf(), -1};
-    for (int64_t i = 0; i < room.groups; ++i) {
-      const Found<C>& of_group = room.found[r * room.groups + i];
-      if (is_better(of_group.score, best.score)) best = of_group;
-    }
+    const Found<C>* const groups = room.found + r * room.groups;
+    Found<C> best = {(C)-__builtin_inf(), -1, 0};
+    for (int64_t i = 0; i < room.groups; ++i)
+      if (is_better(groups[i].score, best.score)) best = groups[i];
+    double sum = 0;  // of exp(score - best.score) over all words
+    for (int64_t i = 0; i < room.groups; ++i)
+      if (groups[i].sum > 0) sum += groups[i].sum * ::exp((double)groups[i].score - best.score);
+    C score = -(C)::log(sum);
     int64_t word = best.score == best.score ? best.word : -1;
-    if (word >= 0 && a.limits[b] <= t + 1) word = a.end;
+    if (word >= 0 && a.limits[b] <= t + 1) word = a.end, score += room.of_end[r] - best.score;
     words[t] = word;
+    scores[t] = score;
     if (!is_last(word)) return embed(r, word);
-    for (int64_t i = t + 1; i < a.most; ++i) words[i] = word;
+    for (int64_t i = t + 1; i < a.most; ++i) words[i] = word, scores[i] = 0;
   }
 
   bool is_last(int64_t word) const { return word < 0 || word == a.end; }

@@ -308,7 +308,7 @@ struct SearchChecker : LayerChecker {
 };
 
 ATTNFAST_ARGUMENTS(SearchArguments, "greedy_search", ATTNFAST_SEARCH, SearchChecker)
-ATTNFAST_RESULTS(GreedySearchOutputs, words)
+ATTNFAST_RESULTS(GreedySearchOutputs, words, scores)
 
 // Allocate the buffers for a step's results, and for the data that both kinds of step share.
 void put_rooms(const SearchArguments& given, const SearchArguments::ArgumentChecker& fit, GreedySearch& a,
@@ -370,6 +370,8 @@ GreedySearchOutputs greedy_search(const SearchArguments& given) {
   a.limits = static_cast<const int64_t*>(data_or_sentinel(keep.back()));
   const Tensor words = empty(kCpu, {a.B, a.most}, ScalarType::Long);
   a.words = static_cast<int64_t*>(data_or_sentinel(words));
+  const Tensor scores = empty(kCpu, {a.B, a.most}, fit.dtype);
+  a.scores = view(scores);
   put_attention(given, fit, step, step.attention, keep);
   keep.push_back(given.key_exponentials ? packed(*given.key_exponentials)
                                         : cpu::exponentials_of(step.attention));
@@ -381,7 +383,7 @@ GreedySearchOutputs greedy_search(const SearchArguments& given) {
   plan.attention = plan_by_rows(step.attention);
   const Room rooms[] = {{&a.read, given.weight_readout ? a.R : 0}};
   run_team(a, plan, threads, kernels().search, rooms);
-  return {words};
+  return {words, scores};
 }
 
 using SearchOperators = Operators<greedy_search>;

@@ -20,11 +20,12 @@ struct LayerPlan {
   Plan attention;  // of one step
 };
 
-// The best word of a range.
+// The best word of a range, and the sum of exp(score - its score) over the range.
 template <class C>
 struct Found {
   C score;
   int64_t word;  // negative: none
+  C sum;
 };
 
 }  // namespace cpu
@@ -41,6 +42,7 @@ struct GreedySearch {
   const int64_t* limits;  // [B]
   View read;              // scratch [B, 1, R], with a readout
   int64_t* words;         // out [B, most]
+  View scores;            // out [B, most], the words' log-probabilities
 };
 
 // The size in bytes of the scratch shared by all and of each member's, the largest number of items
