@@ -1,4 +1,4 @@
-"""Times greedy search by the reference models: one call, and the same model in plain PyTorch.
+"""Times searches by the reference models: one call, and the same model in plain PyTorch.
 
 ``attnfast`` searches in one operator; ``attnfast, step by step`` calls its operators at every step.
 The model has the command line's sizes and random parameters, so that every translation is as long
@@ -9,7 +9,7 @@ import pytest
 import torch
 from compare import DEVICE, compare
 
-from attnfast.decoding import greedy_search, search
+from attnfast.decoding import beam_search, search
 from attnfast.models import Config, build
 
 BATCHES = {
@@ -26,7 +26,8 @@ MODELS = {
 
 @pytest.mark.parametrize("shape", BATCHES)
 @pytest.mark.parametrize("kind", MODELS)
-def test_greedy_search(benchmark, kind, shape, monkeypatch):
+@pytest.mark.parametrize("beam", [1, 5])
+def test_search(benchmark, beam, kind, shape, monkeypatch):
     (B, shortest, Tk), V = BATCHES[shape], 4000
     models = {}
     for backend in (None, "reference"):
@@ -40,15 +41,16 @@ def test_greedy_search(benchmark, kind, shape, monkeypatch):
     def run(backend, operator=run_operator):
         with monkeypatch.context() as patched:
             patched.setattr(search, "_run_operator", operator)
-            return greedy_search(models[backend], source, lengths).best
+            return beam_search(models[backend], source, lengths, beam).best
 
     calls = {
         "attnfast": lambda: run(None),
-        "attnfast, step by step": lambda: run(None, lambda _: (None, "a test")),
+        "attnfast, step by step": lambda: run(None, lambda *_, **__: None),
         "eager": lambda: run("reference"),
     }
     first, *others = (call() for call in calls.values())
     assert all(x == first for x in others)
-    assert max(len(x) for x in first) == 2 * Tk + 9
-    compare(benchmark, f"greedy search, {kind}", shape, (B, Tk, V), "forward", calls)
+    assert max(len(x) for x in first) > 2 * Tk
+    name = "greedy search" if beam == 1 else f"beam of {beam}"
+    compare(benchmark, f"{name}, {kind}", shape, (B, Tk, V), "forward", calls)
     benchmark.extra_info["size_names"] = "B, Tk, V"

@@ -515,7 +515,6 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         "_Beams._finish": [("ends[:, :K] & scores[:, :K]", "ends & scores")],
         "_Beams._kept": [
             ("or max(x.score for x in finished) < ahead[i]", ""),
-            ("count >= self.search.limits[j] or", ""),
         ],
         "_normaliser": [("(5 + count) / 6", "(6 + count) / 7")],
         "_choose_each": [
@@ -1596,36 +1595,55 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
             ('(given.packed->numel()) == kernels().packed(a), "packed");', '(1), "packed");'),
         ],
     },
-    ("csrc/cpu/greedy_search.h", "tests/test_search.py -k 'cpu and not opcheck'"): {
-        "compare": [
-            ("~(scores <= score) & (score == score)", "~(scores < score) & (score == score)"),
-            ("~(scores <= score) & (score == score) & among", "~(scores <= score) & among"),
+    ("csrc/cpu/search.h", "tests/test_search.py -k 'cpu and not opcheck'"): {
+        "takes": [("score > least()", "score >= least()")],
+        "insert": [
+            ("at[i - 1].score < x.score", "at[i - 1].score <= x.score"),
+            ("if (best.takes(logits[i]))", "if (i < 3 && best.takes(logits[i]))"),
         ],
-        "find": [
-            ("lanes_within<C>(word, a.end, a.V)", "lanes_within<C>(word, 0, a.V)"),
-            ("best[r].scale(before[r]);", ""),
+        "add_bias": [("lanes_within<C>(word, a.end, a.V)", "lanes_within<C>(word, 0, a.V)")],
+        "score": [
             ("x[r * P + a.end % P]", "x[r * P]"),
+            ("if (best[r].n < 2 * K) best[r].at[best[r].n].word = -1;", ""),
         ],
-        "first": [("score[i] == best.score && word[i] < best.word", "false")],
-        "choose": [("a.limits[b] <= t + 1", "a.limits[b] <= t")],
-        "pack_words": [("{0, H, H + a.even.Dv}, which", "{0, H, H}, which")],
+        "choose": [
+            ("t + 1 >= a.limits[s]", "t >= a.limits[s]"),
+            ("if (room.ended[s]) return;", ""),
+            ("if (mass.sum != mass.sum) return", "if (false) return"),
+            ("(word == a.end ? (C)0 : (C)a.length_bonus)", "(C)a.length_bonus"),
+        ],
+        "continue_beam": [
+            ("if (ends && rank < K)", "if (ends)"),
+            ("x.score - before[x.slot]", "x.score"),
+            ("if (ends || going == K) continue;", "if (ends) continue;"),
+            ("going && !(enough &&", "going && !(true &&"),
+            ("totals[0] / normaliser", "totals[0]"),
+        ],
+        "finish": [
+            ("all[i - 1].score < x.score", "all[i - 1].score > x.score"),
+            ("n == K && !(x.score > all[--i].score)", "n == K"),
+        ],
+        "go_on": [
+            ("from * K + link.parent", "from * K + k"),
+            ("if (feeds) put(fed, room.feed, step.F);", ""),
+        ],
+        "pack_words": [("{0, H, H + a.step.Dv}, which", "{0, H, H}, which")],
         "step_at": [
-            ("step = t % 2 ? a.odd : a.even", "step = a.even"),
             ("shift_to_step(of.key_bounds, t, sizeof(int64_t));", ""),
+            ("of.key_bounds.row = 0;", ""),
         ],
-        "begin": [("if (!last.attends_first && last.F) put(", "if (false) put(")],
+        "begin": [("if (feeds) put(a.feed", "if (false) put(a.feed")],
         "embed": [("* (C)a.embedding_scale", "")],
         "leave_out": [
             ("if (item == 0) keep(", "if (item == 9) keep("),
             ("if (item == 3) keep(", "if (item == 9) keep("),
             ("if (item == 4) keep(", "if (item == 9) keep("),
-            (", in_place(step.cells, step.H)", ""),
-            ("in_place(step.contexts, step.Dv);", ""),
-            ("in_place(a.even.input, step.E);", ""),
+            ("of.mask.row = 0;", ""),
             ("if (of.lengths) of.lengths = room.lengths;", ""),
-            ("keep(View{room.sequence, 1}, room.sequence, n, 1, 1);", ""),
+            ("keep(View{room.sentence, 1}, room.sentence, n, 1, 1);", ""),
         ],
         "keep": [("if (from.column == 1)", "if (true)")],
+        "write": [("* K + link.parent];", "* K];")],
     },
     ("csrc/cpu/narrow.h", "tests/test_recurrent.py tests/test_search.py -k 'narrow or bfloat16'"): {
         "pack_rows": [

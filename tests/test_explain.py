@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -221,8 +222,26 @@ def test_a_search(config, change, reason):
     model = change(build(Config(20, embed_dim=8, hidden_dim=8, dropout=0.5, **config)))
     ran, got = choices(greedy_search, model, WORDS, LENGTHS)["greedy search"]
     assert (ran, got) == ("step by step" if reason else "one operator on cpu", reason)
-    ran, _ = choices(beam_search, model, WORDS, LENGTHS, 2)["beam search"]
-    assert ran == "step by step"
+    assert choices(beam_search, model, WORDS, LENGTHS, 2)["beam search"] == (ran, reason)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"coverage_penalty": 0.5}, "the operator returns no attention weights"),
+        ({"need_weights": True}, "the operator returns no attention weights"),
+        ({"beam": 65}, "the operator has at most 64 hypotheses"),
+        ({"min_length": 2}, "no operator has a minimum length"),
+        ({"prefix": [[4], [5]]}, "no operator has a prefix"),
+        ({"no_repeat_ngram": 2}, "no operator has forbidden n-grams"),
+        ({"word_mask": torch.ones(20).bool()}, "no operator has a mask of words"),
+        ({"forbidden": [0]}, "no operator has forbidden words other than those below the end, 3"),
+    ],
+)
+def test_options_of_a_beam(options, reason):
+    model = build(Config(20, embed_dim=8, hidden_dim=8)).eval()
+    search = partial(beam_search, model, WORDS, LENGTHS, **options)
+    assert choices(search)["beam search"] == ("step by step", reason)
 
 
 def test_a_replaced_module():

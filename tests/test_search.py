@@ -2,6 +2,7 @@
 
 import math
 import random
+from functools import partial
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from attnfast.ops import dispatch, reference
 from attnfast.ops.backends import HALF, unsupported_reason
 from attnfast.ops.operators import CHECKS
 from attnfast.ops.recurrent import WEIGHTS
-from attnfast.ops.search import SEARCH, GreedySearchInputs, layer_of
+from attnfast.ops.search import SEARCH, SearchInputs, layer_of
 
 KINDS = ("attend_first", "attend_last", "input_feeding", "nothing fed")
 TERMS = ("projection", "lengths", "mask", "span", "feed", "biases")
@@ -28,13 +29,23 @@ TERMS = ("projection", "lengths", "mask", "span", "feed", "biases")
 def served(backend: str, dtype: torch.dtype = torch.float32) -> None:
     if backend == "reference":
         pytest.skip("what the others are judged by")
-    if reason := unsupported_reason(backend, DEVICE[backend], dtype, "greedy_search"):
+    if reason := unsupported_reason(backend, DEVICE[backend], dtype, "search"):
         pytest.skip(f"{backend}: {reason}")
 
 
+#: Beams and their options.
+BEAMS = {
+    "of one": {},
+    "of two": {"beam": 2},
+    "of three": {"beam": 3, "n_best": 2, "length_penalty": 1.0},
+    "of five": {"beam": 5, "n_best": 5, "length_penalty": 0.6, "length_bonus": 0.3},
+    "wide": {"beam": 20, "n_best": 7, "length_bonus": 1.0},
+}
+
+
 def call(
-    kind: str, case: Case, V: int = 50, R: int = 7, device: torch.device = CPU
-) -> GreedySearchInputs:
+    kind: str, case: Case, V: int = 50, R: int = 7, device: torch.device = CPU, **options: float
+) -> SearchInputs:
     """Return a call; ``case`` has the layer's part, with T the most words."""
     unfed = kind == "nothing fed"
     case = Case(**{**vars(case), "recurrence": "input_feeding" if unfed else kind})
@@ -44,7 +55,7 @@ def call(
     def floats(*shape: int, scale: float = 1.0) -> Tensor:
         return (torch.randn(shape, generator=g, dtype=torch.float64) * scale).to(device, case.dtype)
 
-    names = [x for x in layer._fields if x in GreedySearchInputs._fields]
+    names = [x for x in layer._fields if x in SearchInputs._fields]
     args = {
         name: x.detach() if isinstance(x, Tensor) else x
         for name, x in ((name, getattr(layer, name)) for name in names)
@@ -62,19 +73,27 @@ def call(
         args["mask"] = args["mask"][:, :1].repeat_interleave(apart, -1)[..., ::apart]
     args["bias_vocab"] = floats(V) if "biases" in case.terms else None
     limits = torch.randint(0, case.T + 1, (case.B,), generator=g).to(device)
-    return GreedySearchInputs(
+    return SearchInputs(
         floats(V, E), floats(V, R, scale=2), limits, **args,
-        embedding_scale=0.8, begin=2, end=3, most=case.T,
+        embedding_scale=0.8, begin=2, end=3, most=case.T, **options,
     )  # fmt: skip
 
 
-def judge(kind: str, case: Case, backend: str, **sizes: int) -> list[list[int]]:
+def judge(kind: str, case: Case, backend: str, **sizes: float) -> list[tuple[int, ...]]:
+    """Compare a search with the oracle's; return the words of all hypotheses.
+
+    In float32 scores of a beam may be too close to be ordered: only the best is compared.
+    """
     args = call(kind, case, **sizes, device=DEVICE[backend])
-    wanted = reference.greedy_search(doubled(call(kind, case, **sizes)))
+    wanted = reference.search(doubled(call(kind, case, **sizes)))
     got = SEARCH(backend, args)
-    assert got.words.tolist() == wanted.words.tolist(), f"{kind} {case} {sizes}"
-    torch.testing.assert_close(got.scores.double().cpu(), wanted.scores, rtol=1e-5, atol=2e-5)
-    return wanted.words.tolist()
+    rows = zip(wanted.words.flatten(0, 1).tolist(), wanted.lengths.flatten().tolist())
+    if args.beam > 1 and case.dtype == torch.float32:
+        got, wanted = ([x.scores[:, 0]] for x in (got, wanted))
+    for x, y in zip(got, wanted):
+        x = x.cpu().to(y.dtype)
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=2e-5, msg=f"{kind} {case} {sizes}")
+    return [tuple(words[:n]) for words, n in rows]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -86,8 +105,20 @@ def test_says_what_the_oracle_says(mode, kind, backend):
         [("dot", ()), ("tanh", TERMS), ("dot", TERMS), ("relu", ("projection",))]
     ):
         rows += judge(kind, Case(mode, kind, score, B=5, T=12, terms=terms, seed=seed), backend)
-    assert len({tuple(row) for row in rows}) > 8
-    assert len({row.index(3) for row in rows}) > 2
+    assert len(set(rows)) > 8
+    assert len({len(row) for row in rows}) > 2
+
+
+@pytest.mark.parametrize("beam", BEAMS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_beams(kind, beam, backend):
+    served(backend)
+    rows, options = [], BEAMS[beam]
+    for mode, V, terms in (("gru", 50, TERMS), ("lstm", 6, ()), ("tanh", 700, TERMS)):
+        case = Case(mode, None, "tanh", B=9, T=7, terms=terms, dtype=torch.float64, seed=V)
+        rows += judge(kind, case, backend, V=V, **options)
+    assert len(set(rows)) > 8
+    assert len({len(row) for row in rows}) > 2
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -104,7 +135,8 @@ def test_fuzz(seed, backend):
             terms=tuple(x for x in TERMS if draw.random() < 0.5), seed=draw.randint(0, 2**31),
             dtype=draw.choice((torch.float32, torch.float64)),
         )  # fmt: skip
-        judge(draw.choice(KINDS), case, backend, V=4 + size(9, 700), R=size(9, 70))
+        options = draw.choice([*BEAMS.values()])
+        judge(draw.choice(KINDS), case, backend, V=4 + size(9, 700), R=size(9, 70), **options)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -115,7 +147,8 @@ def test_weights_of_bfloat16(kind):
         B, E, H = sizes
         case = Case(mode, None, "tanh", B, 12, E, H, terms=TERMS, seed=B)
         args = as_bfloat16(call(kind, case, V=300), WEIGHTS)
-        words, exact = SEARCH("cpu", args).words, doubled(args)
+        found, exact = SEARCH("cpu", args), doubled(args)
+        words = found.words[:, 0].masked_fill(torch.arange(12) >= found.lengths, args.end)
         read = torch.cat([torch.full((B, 1), args.begin), words[:, :-1]], 1)
         inputs = exact.embedding[read] * exact.embedding_scale
         made = reference.recurrent(layer_of(exact, inputs))
@@ -145,37 +178,38 @@ def test_of_equal_scores_the_first_word_is_said(backend):
     args.bias_vocab[[47, 48, 63, 300, 999]] = (
         1e9  # of one lane and of several; beside which other scores vanish
     )
-    assert SEARCH(backend, args).words.tolist() == [[47, 47, 3]]
+    assert SEARCH(backend, args).words.tolist() == [[[47, 47, 3]]]
     args.bias_vocab[:3] = 1e12  # below the end: never said
-    assert SEARCH(backend, args).words.tolist() == [[47, 47, 3]]
+    assert SEARCH(backend, args).words.tolist() == [[[47, 47, 3]]]
     args.bias_vocab[3] = 1e10
-    assert SEARCH(backend, args).words[0, 0] == 3
+    assert SEARCH(backend, args).words[0, 0, 0] == 3
 
 
-@pytest.mark.parametrize("worst", [math.nan, -math.inf])
-def test_a_sequence_without_scores_ends_alone(worst, backend):
+@pytest.mark.parametrize("beam", [1, 4])
+def test_a_sentence_without_scores_ends_alone(beam, backend):
     served(backend)
-    args = call("attend_first", Case("gru", None, B=4, T=6), V=300)
+    args = call("attend_first", Case("gru", None, B=4, T=6), V=300, beam=beam)
     args = args._replace(limits=torch.full((4,), 6))
-    wanted = SEARCH(backend, args).words.tolist()
-    if worst == -math.inf:
-        args = args._replace(bias_vocab=torch.full((300,), worst))
-        assert (SEARCH(backend, args).words[:, 0] == -1).all()
-        return
-    args.hidden[2] = worst
-    found = SEARCH(backend, args).words.tolist()
-    assert found[2] == [-1] * 6
-    assert [*found[:2], found[3]] == [*wanted[:2], wanted[3]]
-    for word in (20, 299):  # whose score, NaN, is the best
-        bias = torch.zeros(300).index_fill_(0, torch.tensor([word]), math.nan)
-        assert (SEARCH(backend, args._replace(bias_vocab=bias)).words[:, 0] == -1).all()
+    wanted = SEARCH(backend, args)
+    none = SEARCH(backend, args._replace(bias_vocab=torch.full((300,), -math.inf)))
+    assert (none.lengths == 0).all() and none.scores.isneginf().all()
+    args.hidden[2] = math.nan
+    found = SEARCH(backend, args)
+    assert found.lengths[2] == -1 and not found.words[2].any()
+    for x, y in zip(found, wanted):
+        assert x[[0, 1, 3]].equal(y[[0, 1, 3]])
+    for word in (20, 299):
+        for number in (math.nan, math.inf):
+            bias = torch.zeros(300).index_fill_(0, torch.tensor([word]), number)
+            assert (SEARCH(backend, args._replace(bias_vocab=bias)).lengths == -1).all()
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_same_words_for_any_number_of_threads(kind, backend):
     served(backend)
     case = Case("lstm", None, "tanh", 40, 8, 60, 130, 50, 70, 60, 65)
-    args, threads = call(kind, case, V=3000), torch.get_num_threads()
+    threads = torch.get_num_threads()
+    args = call(kind, case, V=3000, beam=3 if kind == KINDS[0] else 1)
     first = SEARCH(backend, args).words
     try:
         for count in (1, 2, 3, *[threads] * 10):
@@ -187,7 +221,7 @@ def test_the_same_words_for_any_number_of_threads(kind, backend):
 
 def test_opcheck(backend):
     served(backend)
-    args = call("input_feeding", Case("lstm", None, "tanh", terms=TERMS))
+    args = call("input_feeding", Case("lstm", None, "tanh", terms=TERMS), beam=2, n_best=2)
     args = args._replace(limits=torch.full((3,), 5), bias_vocab=torch.zeros(50))
     args.bias_vocab[3] = -1e9  # all go on to their limits: every column counts
     torch.library.opcheck(SEARCH.forwards[backend], tuple(args))
@@ -217,10 +251,11 @@ def test_invalid_calls(backend):
         if how == "none":
             x = None
         if how == "word":
-            field, x = draw.choice(("begin", "end", "most")), draw.choice((-1, 50, 49, 0))
+            fields = ("begin", "end", "most", "beam", "n_best")
+            field, x = draw.choice(fields), draw.choice((-1, 50, 49, 0, 65))
             x = x if field != "most" or x < 0 else (5 if x else 2**40)
         args = args._replace(**{field: x})
-        spoken = [refusal(f, args) for f in (CHECKS["greedy_search"], SEARCH.forwards[backend])]
+        spoken = [refusal(f, args) for f in (CHECKS["search"], SEARCH.forwards[backend])]
         assert (spoken[0] is None) == (spoken[1] is None), f"{kind}: {how} of {field}: {spoken}"
         counts[spoken[0] is None] += 1
     assert min(counts) > 50
@@ -245,7 +280,7 @@ def model_and_sources(attention: str, feeding: bool, cell: str = "gru", backend=
     return made, torch.randint(EOS, 60, (20, 8)), lengths
 
 
-def spied(monkeypatch) -> list[GreedySearchInputs]:
+def spied(monkeypatch) -> list[SearchInputs]:
     """Return the list of calls of the operator that are made."""
     calls, run = [], dispatch.run
 
@@ -260,23 +295,24 @@ def spied(monkeypatch) -> list[GreedySearchInputs]:
 
 @pytest.mark.parametrize("cell", ["gru", "lstm"])
 @pytest.mark.parametrize(("attention", "feeding"), MODELS)
-def test_models_search_in_one_call(attention, feeding, cell, monkeypatch):
+@pytest.mark.parametrize("beam", BEAMS)
+def test_models_search_in_one_call(attention, feeding, cell, beam, monkeypatch):
     served("cpu")
     parts = model_and_sources(attention, feeding, cell)
-    calls = spied(monkeypatch)
-    found = greedy_search(*parts)
+    calls, find = spied(monkeypatch), partial(beam_search, **{"beam": 1, **BEAMS[beam]})
+    found = find(*parts)
     assert len(calls) == 1
     with torch.no_grad():
         parts[0].bias[EOS] = -math.inf  # no sentence can end
-    endless = greedy_search(*parts)
+    endless = find(*parts)
     assert len(calls) == 2 and not endless.finished.any()
-    monkeypatch.setattr(search, "_run_operator", lambda _: (None, "a test"))
-    torch.testing.assert_close(endless, greedy_search(*parts))
+    monkeypatch.setattr(search, "_run_operator", lambda *_, **__: None)
+    torch.testing.assert_close(endless, find(*parts))
     with torch.no_grad():
         parts[0].bias[EOS] = 0
-    torch.testing.assert_close(found, greedy_search(*parts))
-    assert len({tuple(row) for row in found.best}) > 8
-    assert len({len(row) for row in found.best}) > 2
+    torch.testing.assert_close(found, find(*parts))
+    words = {tuple(words) for several in found.hypotheses() for words in several}
+    assert len(words) > 8 and len({len(x) for x in words}) > 2
 
 
 def test_other_models_search_step_by_step(monkeypatch):

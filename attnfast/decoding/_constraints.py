@@ -77,7 +77,7 @@ class Constraints(NamedTuple):
             "a mask of words": self.word_mask is not None,
             "a minimum length": self.min_length > 0,
             "forbidden n-grams": self.no_repeat_ngram > 0,
-            f"forbidden words other than those below the end, {self.end},": (
+            f"forbidden words other than those below the end, {self.end}": (
                 set(self.forbidden) != set(range(self.end))
             ),
         }

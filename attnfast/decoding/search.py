@@ -1,7 +1,7 @@
 """Search: greedy, with a beam, and by drawing words, over a batch of sources.
 
-The loops here are the reference of every search; :func:`greedy_search` runs as one operator where a
-model has it (:mod:`attnfast.ops.search`).
+The loops here run every search; greedy and beam searches run as one operator where a model has it
+(:mod:`attnfast.ops.search`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from attnfast.decoding._hypotheses import (
 )
 from attnfast.ops import dispatch
 from attnfast.ops.arguments import length_mask
-from attnfast.ops.search import SEARCH
+from attnfast.ops.search import MOST_BEAM, SEARCH
 
 __all__ = ["Scorer", "SearchOutput", "beam_search", "greedy_search", "sample"]
 
@@ -200,7 +200,14 @@ def beam_search(
         found = _search_greedily(search)
         words = (found.lengths + ~found.finished).to(found.scores)
         return found._replace(scores=found.scores / _normaliser(words, length_penalty))
-    record("beam search", "step by step", "no operator searches with a beam")
+    if coverage_penalty:
+        search = search._replace(need_weights=True)
+    done = _run_operator(
+        "beam search", search, beam=beam, n_best=n_best, length_penalty=float(length_penalty),
+        length_bonus=float(length_bonus),
+    )  # fmt: skip
+    if done is not None:
+        return done
     beams = _Beams(search, beam, length_penalty, coverage_penalty, length_bonus)
     while beams.going:
         beams.step()
@@ -334,40 +341,38 @@ def _begin(
 
 def _search_greedily(search: Search) -> SearchOutput:
     """Take the best word at every step, in one operator if the model has it."""
-    reason = search.constraints.skip_reason()
+    found = _run_operator("greedy search", search)
+    if found is not None:
+        return found
+    hypotheses = Hypotheses(search, 1)
+    return _choose_each(hypotheses, lambda log_probs, t: log_probs.max(-1).indices, 1)
+
+
+def _run_operator(name: str, search: Search, **options: Any) -> SearchOutput | None:
+    """Search in one operator; return None if there is none for the model and the options.
+
+    ``options`` are arguments of :class:`attnfast.ops.search.SearchInputs`.
+    """
+    reason, call, backend = search.constraints.skip_reason(), None, None
     if search.scorer is not None:
         reason = "a scorer judges hypotheses"
-    if search.need_weights:
+    elif search.need_weights:
         reason = "the operator returns no attention weights"
-    found = None
+    elif options.get("beam", 1) > MOST_BEAM:
+        reason = f"the operator has at most {MOST_BEAM} hypotheses"
     if not reason:
-        found, reason = _run_operator(search)
-    if found is None:
-        record("greedy search", "step by step", reason)
-        hypotheses = Hypotheses(search, 1)
-        found = _choose_each(hypotheses, lambda log_probs, t: log_probs.max(-1).indices, 1)
-    return found
-
-
-def _run_operator(search: Search) -> tuple[SearchOutput | None, str]:
-    """Search in one operator; return None and the reason if the model has none."""
-    make_inputs = getattr(search.model, "_search_inputs", None)
-    if make_inputs is None:
-        return None, "the model has no operator of its own"
-    call, backend, reason = make_inputs(search.memory, search.state, search.constraints)
-    if call is None:
-        return None, reason
-    record("greedy search", f"one operator on {backend}", reason)
-    words, word_scores = dispatch.run(SEARCH, call, backend)
-    _raise_if_nan((words < 0).any())
-    scores = word_scores.sum(-1)
-    finished = scores > -math.inf  # else the end, at the limit, is impossible
-    lengths = (words != search.constraints.end).sum(-1) + finished
-    T = int(lengths.max()) if len(lengths) else 0
-    outside = ~length_mask(lengths, T)
-    words, word_scores = words[:, :T].masked_fill(outside, PAD), word_scores[:, :T]
-    rows = words, lengths, scores, finished, word_scores.masked_fill(outside, 0)
-    return SearchOutput(*(x.unsqueeze(1) for x in rows)), ""
+        make_inputs = getattr(search.model, "_search_inputs", None)
+        reason = "the model has no operator of its own"
+        if make_inputs is not None:
+            call, backend, reason = make_inputs(search.memory, search.state, search.constraints)
+    record(name, f"one operator on {backend}" if backend else "step by step", reason)
+    if call is None or backend is None:
+        return None
+    words, word_scores, lengths, scores = dispatch.run(SEARCH, call._replace(**options), backend)
+    _raise_if_nan((lengths < 0).any())
+    T = int(lengths.max()) if lengths.numel() else 0
+    finished = scores > -math.inf
+    return SearchOutput(words[..., :T], lengths, scores, finished, word_scores[..., :T])
 
 
 def _choose_each(
@@ -426,8 +431,6 @@ class _Beams:
         coverage_penalty: float,
         length_bonus: float,
     ):
-        if coverage_penalty:
-            search = search._replace(need_weights=True)
         self.search, self.beam, self.hypotheses = search, beam, Hypotheses(search, beam)
         self.length_penalty, self.length_bonus = length_penalty, length_bonus
         self.coverage_penalty = coverage_penalty
@@ -501,7 +504,7 @@ class _Beams:
         kept, hypotheses = [], self.hypotheses
         for i, j in enumerate(self.going):
             finished = self.finished[j]
-            stops = count >= self.search.limits[j] or not ahead[i] > -math.inf
+            stops = not ahead[i] > -math.inf  # as at the limit, where every hypothesis has to end
             waits = len(finished) < self.beam or max(x.score for x in finished) < ahead[i]
             if waits and not stops:
                 kept.append(i)

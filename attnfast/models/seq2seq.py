@@ -33,7 +33,7 @@ from attnfast.nn._layer import RecurrentState
 from attnfast.nn._linear import is_plain, linear, not_plain_reason
 from attnfast.nn.attention import check_sizes
 from attnfast.nn.stateful import HistoryAttention
-from attnfast.ops.search import SEARCH, GreedySearchInputs
+from attnfast.ops.search import SEARCH, SearchInputs
 
 
 class EncodedSource(NamedTuple):
@@ -199,7 +199,7 @@ class Seq2Seq(nn.Module):
 
     def _search_inputs(
         self, source: EncodedSource, state: RecurrentState, constraints: Constraints
-    ) -> tuple[GreedySearchInputs | None, str | None, str]:
+    ) -> tuple[SearchInputs | None, str | None, str]:
         """Return the operator's arguments for a search, its backend, and why there is none."""
         backend, reason = self._select_search_backend(source, state)
         if backend is None:
@@ -211,8 +211,8 @@ class Seq2Seq(nn.Module):
         terms, _ = attention_arguments(
             decoder.attention, source.memory, backend, state.history, steps
         )
-        call = GreedySearchInputs(
-            words.weight, words.weight, limits, state.hidden,
+        call = SearchInputs(
+            words.weight, words.weight, limits.long(), state.hidden,
             layer.weight_ih, layer.weight_hh, state.cell, state.feed,  # type: ignore[arg-type]
             bias_ih=layer.bias_ih, bias_hh=layer.bias_hh, bias_vocab=self.bias,
             weight_output=getattr(layer.output, "weight", None),

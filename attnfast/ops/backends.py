@@ -130,7 +130,7 @@ class Backend:
         """Return why this cannot run a call, in words that follow "because", or None."""
         if reason := self._unsupported_reason(request):
             return reason
-        whole = ("recurrent", "greedy_search", "linear")
+        whole = ("recurrent", "search", "linear")
         if request.operator in whole and request.dtype in HALF:
             return f"{request.operator} takes float32 or float64, not {request.dtype}"
         name, key = f"attnfast_{self.name}::{request.operator}", request.device.type.upper()

@@ -1,11 +1,16 @@
-"""Greedy search: a recurrent layer that attends and reads the best word of the previous step.
+"""Search: a recurrent layer that attends and reads the words that continue its best hypotheses.
 
 .. code-block:: text
 
     x_t = scale · embedding[y_{t−1}]
     h_t, c_t, f_t   from x_t, as in :mod:`attnfast.ops.recurrent`
     o_t = tanh(W_r [h_t; c_t; x_t] + b_r),  or f_t without a readout
-    y_t = the largest of W_v o_t + b_v, from the word ``end`` on
+    log P(y_t) = log softmax(W_v o_t + b_v), of the words from ``end`` on
+
+Of the K hypotheses of a sentence with each word after them, the best 2K by Σ_t log P(y_t) + γ n, of
+n words but the end, are taken at every step. Those of the first K that end are finished, with the
+score of :func:`attnfast.decoding.beam_search`; the best K others go on. A sentence ends with its
+limit, or when K have finished and no other scores more. A greedy search has a beam of 1.
 
 This file is the contract, as :mod:`attnfast.ops.attention` is of attention without history.
 """
@@ -23,14 +28,15 @@ from attnfast.ops.recurrent import GATES, WEIGHTS, RecurrentInputs, dtype_of_wei
 from attnfast.ops.recurrent import check as check_recurrent
 
 
-class GreedySearchInputs(NamedTuple):
+class SearchInputs(NamedTuple):
     """The arguments of the operator, float32 or float64.
 
     ``embedding [V, E]`` of the words, ``weight_vocab [V, R]`` and ``bias_vocab [V]`` for their
     scores; ``weight_readout [R, H + Dv + E]`` and ``bias_readout [R]``, or None, where the
     attentional vectors are scored. Sequence b has at most ``limits [B]`` words, int64, the end
     included, and none has more than ``most``. ``begin`` is read first; words below ``end`` are
-    never selected.
+    never selected. ``beam``, K, ``n_best``, N, ``length_penalty``, α, and ``length_bonus``, γ, are
+    those of :func:`attnfast.decoding.beam_search`.
 
     The others are those of :class:`attnfast.ops.recurrent.RecurrentInputs`, which must have keys.
     With ``weight_ih [G·H, E]`` nothing is fed to the next step.
@@ -69,24 +75,34 @@ class GreedySearchInputs(NamedTuple):
     begin: int = 0
     end: int = 0
     most: int = 0
+    beam: int = 1
+    n_best: int = 1
+    length_penalty: float = 0.0
+    length_bonus: float = 0.0
 
 
-class GreedySearchOutputs(NamedTuple):
-    """Output of ``greedy_search``: ``words [B, most]`` and their log-probabilities, ``scores``.
+class SearchOutputs(NamedTuple):
+    """Output of ``search``: the N best hypotheses of each sentence, the best first.
 
-    A row of words is filled with ``end`` after its end, and with −1 from the first step with NaN
-    scores. Probabilities of words from ``end`` on add up to 1; scores are 0 after the end.
+    ``words [B, N, most]``, the end included, and ``word_scores``, their log-probabilities; both are
+    0 after ``lengths [B, N]``, which are 0 where a sentence has fewer hypotheses. ``scores [B, N]``
+    are −∞ for a hypothesis that no word could follow, without an end. Lengths of a sentence with
+    NaN scores are −1.
     """
 
     words: Tensor
+    word_scores: Tensor
+    lengths: Tensor
     scores: Tensor
 
 
-def layer_of(call: GreedySearchInputs, input: Tensor) -> RecurrentInputs:
+#: The widest beam of the operator.
+MOST_BEAM = 64
+
+
+def layer_of(call: SearchInputs, input: Tensor) -> RecurrentInputs:
     """Return the layer's call for inputs ``[B, T, E]``; if nothing is fed, feed weights are 0."""
-    shared = {
-        x: getattr(call, x) for x in RecurrentInputs._fields if x in GreedySearchInputs._fields
-    }
+    shared = {x: getattr(call, x) for x in RecurrentInputs._fields if x in SearchInputs._fields}
     layer = RecurrentInputs(input, **shared)
     if not call.attends_first and call.weight_ih.shape[-1] == call.embedding.shape[-1]:
         if call.feed is not None:
@@ -96,7 +112,7 @@ def layer_of(call: GreedySearchInputs, input: Tensor) -> RecurrentInputs:
     return layer
 
 
-def check(call: GreedySearchInputs) -> None:
+def check(call: SearchInputs) -> None:
     """Raise, in one sentence and before any computation, unless the arguments fit together."""
     for name, axes in (
         ("hidden", "[B, H]"), ("weight_ih", "[G·H, E + F]"), ("weight_hh", "[G·H, H]"),
@@ -129,21 +145,21 @@ def check(call: GreedySearchInputs) -> None:
         raise_value_error("weight_vocab", f"[V, {call.weight_output.shape[0]}]", [V, R])  # type: ignore[union-attr]
     if call.mask is not None and call.mask.shape[1] != 1:
         raise_value_error("mask", "[B, 1, Tk], the same at all steps", list(call.mask.shape))
+    for name, least, most in (("beam", 1, MOST_BEAM), ("n_best", 1, call.beam)):
+        if not least <= getattr(call, name) <= most:
+            raise_value_error(name, f"between {least} and {most}", getattr(call, name))
     for name in ("begin", "end"):
         if not 0 <= getattr(call, name) < V:
             raise_value_error(name, f"a word below {V}", getattr(call, name))
 
 
-def _fake(call: GreedySearchInputs) -> GreedySearchOutputs:
-    shape = call.hidden.shape[0], call.most
-    return GreedySearchOutputs(call.limits.new_empty(shape), call.hidden.new_empty(shape))
+def _fake(call: SearchInputs) -> SearchOutputs:
+    shape = call.hidden.shape[0], call.n_best
+    words, lengths = call.limits.new_empty(*shape, call.most), call.limits.new_empty(shape)
+    like = call.hidden
+    return SearchOutputs(words, like.new_empty(words.shape), lengths, like.new_empty(shape))
 
 
 SEARCH = ForwardOperator(
-    "greedy_search",
-    GreedySearchInputs,
-    GreedySearchOutputs,
-    check=check,
-    fake=_fake,
-    backends=("cpu",),
+    "search", SearchInputs, SearchOutputs, check=check, fake=_fake, backends=("cpu",)
 )

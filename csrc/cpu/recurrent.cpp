@@ -266,7 +266,7 @@ PackedWeights pack_recurrent(const PackArguments& given) {
   return {out};
 }
 
-// ---- greedy search ------------------------------------------------------------------------------
+// ---- search -------------------------------------------------------------------------------------
 
 #define ATTNFAST_SEARCH(X)                                        \
   X(Tensor, embedding, sizes, dtype, {V, E})                      \
@@ -284,7 +284,11 @@ PackedWeights pack_recurrent(const PackArguments& given) {
   X(double, embedding_scale, any)                                 \
   X(int64_t, begin, between, 0, V - 1)                            \
   X(int64_t, end, between, 0, V - 1)                              \
-  X(int64_t, most, between, 0, INT32_MAX)
+  X(int64_t, most, between, 0, INT32_MAX)                         \
+  X(int64_t, beam, between, 1, kMostBeam)                         \
+  X(int64_t, n_best, between, 1, given.beam)                      \
+  X(double, length_penalty, any)                                  \
+  X(double, length_bonus, any)
 
 struct SearchChecker : LayerChecker {
   int64_t V = 0, R = 0;
@@ -307,51 +311,46 @@ struct SearchChecker : LayerChecker {
   }
 };
 
-ATTNFAST_ARGUMENTS(SearchArguments, "greedy_search", ATTNFAST_SEARCH, SearchChecker)
-ATTNFAST_RESULTS(GreedySearchOutputs, words, scores)
+ATTNFAST_ARGUMENTS(SearchArguments, "search", ATTNFAST_SEARCH, SearchChecker)
+ATTNFAST_RESULTS(SearchOutputs, words, word_scores, lengths, scores)
 
-// Allocate the buffers for a step's results, and for the data that both kinds of step share.
-void put_rooms(const SearchArguments& given, const SearchArguments::ArgumentChecker& fit, GreedySearch& a,
+// Allocate the buffers of a step. Attention has the K hypotheses of a sentence as its queries.
+void put_rooms(const SearchArguments& given, const SearchArguments::ArgumentChecker& fit, Search& a,
                KeepAlive& keep) {
   const auto room = [&](bool wanted, int64_t columns) {
     if (!wanted) return View{};
-    keep.push_back(empty(kCpu, {a.B, 1, columns}, fit.dtype));
+    keep.push_back(empty(kCpu, {a.B, a.beam, columns}, fit.dtype));
     return rows_of(keep.back());
   };
-  RecurrentForward &even = a.even, &odd = a.odd;
-  even.input = room(true, even.E);
-  even.gates = room(saved_of(even.cell), 4 * even.H);
-  even.queries = room(given.weight_query || given.attends_first, even.A);
-  even.contexts = room(true, even.Dv);
-  even.attention.weights = room(true, even.Tk);
-  even.attention.log_sum_exp = room(true, 1);
-  odd = even;
-  for (RecurrentForward* step : {&even, &odd}) {
-    step->states = room(true, even.H);
-    step->cells = room(even.cell == Cell::lstm, even.H);
-    step->attentional = room(given.weight_output.has_value(), even.output_dim);
-    if (!given.attends_first && !given.weight_output) step->contexts = room(true, even.Dv);
-    step->attention.context = step->contexts;
-    step->attention.query = even.queries.data ? even.queries : step->states;
-  }
-  const bool feeds = !given.attends_first && even.F;
-  for (const auto& [step, last] : {std::pair{&even, &odd}, std::pair{&odd, &even}}) {
-    step->hidden = last->states;
-    step->first_cell = last->cells;
-    step->feed = !feeds ? View{} : given.weight_output ? last->attentional : last->contexts;
-  }
+  const auto flat = [](View x) { return View{x.data, x.row, 0, x.row}; };
+  RecurrentForward& step = a.step;
+  step.input = flat(room(true, step.E));
+  step.gates = flat(room(saved_of(step.cell), 4 * step.H));
+  const View states = room(true, step.H), contexts = room(true, step.Dv);
+  const View queries = room(given.weight_query || given.attends_first, step.A);
+  step.states = flat(states);
+  step.contexts = flat(contexts);
+  step.queries = queries.data ? flat(queries) : View{};
+  step.cells = flat(room(step.cell == Cell::lstm, step.H));
+  step.attentional = flat(room(given.weight_output.has_value(), step.output_dim));
+  step.attention.weights = room(true, step.Tk);
+  step.attention.log_sum_exp = room(true, 1);
+  step.attention.context = contexts;
+  step.attention.query = queries.data ? queries : states;
 }
 
-GreedySearchOutputs greedy_search(const SearchArguments& given) {
+SearchOutputs search(const SearchArguments& given) {
   const SearchArguments::ArgumentChecker fit(given);
   KeepAlive keep;
-  GreedySearch a{};
-  RecurrentForward& step = a.even;
+  Search a{};
+  RecurrentForward& step = a.step;
   put_layer(given, fit, step, keep);
-  step.T = 1;
   a.dtype = step.dtype;
   a.B = step.B;
-  a.T = 1;
+  a.T = a.beam = given.beam;
+  a.n_best = given.n_best;
+  step.B = a.B * a.beam;
+  step.T = 1;
   a.V = fit.V;
   a.R = fit.R;
   a.begin = given.begin;
@@ -366,27 +365,38 @@ GreedySearchOutputs greedy_search(const SearchArguments& given) {
   a.bias_readout = packed_view(given.bias_readout, keep);
   a.bias_vocab = packed_view(given.bias_vocab, keep);
   a.embedding_scale = given.embedding_scale;
+  a.length_penalty = given.length_penalty;
+  a.length_bonus = given.length_bonus;
   keep.push_back(packed(given.limits));
   a.limits = static_cast<const int64_t*>(data_or_sentinel(keep.back()));
-  const Tensor words = empty(kCpu, {a.B, a.most}, ScalarType::Long);
+  const Tensor words = empty(kCpu, {a.B, a.n_best, a.most}, ScalarType::Long),
+               lengths = empty(kCpu, {a.B, a.n_best}, ScalarType::Long),
+               word_scores = empty(kCpu, {a.B, a.n_best, a.most}, fit.dtype),
+               scores = empty(kCpu, {a.B, a.n_best}, fit.dtype);
   a.words = static_cast<int64_t*>(data_or_sentinel(words));
-  const Tensor scores = empty(kCpu, {a.B, a.most}, fit.dtype);
-  a.scores = view(scores);
+  a.lengths = static_cast<int64_t*>(data_or_sentinel(lengths));
+  a.word_scores = {data_or_sentinel(word_scores), a.most};
+  a.scores = {data_or_sentinel(scores), a.n_best};
   put_attention(given, fit, step, step.attention, keep);
-  keep.push_back(given.key_exponentials ? packed(*given.key_exponentials)
-                                        : cpu::exponentials_of(step.attention));
-  if (keep.back().numel()) step.attention.exponentials = view(keep.back());
+  Forward& of = step.attention;
+  of.B = a.B;
+  keep.push_back(given.key_exponentials ? packed(*given.key_exponentials) : cpu::exponentials_of(of));
+  if (keep.back().numel()) of.exponentials = view(keep.back());
+  of.Tq = a.beam;
+  of.mask.row = 0;  // the same for all hypotheses
   put_rooms(given, fit, a, keep);
   const int64_t of_words = a.R * (a.V + (given.weight_readout ? step.H + step.Dv : 0));
   const int64_t threads = threads_for(step, of_words);
   LayerPlan plan = plan_of(step, threads);
-  plan.attention = plan_by_rows(step.attention);
+  plan.attention = plan_by_rows(of);
+  const int64_t row_blocks = std::max<int64_t>((step.B + plan.rows - 1) / plan.rows, 1);
+  a.groups = (4 * threads + row_blocks - 1) / row_blocks;
   const Room rooms[] = {{&a.read, given.weight_readout ? a.R : 0}};
   run_team(a, plan, threads, kernels().search, rooms);
-  return {words, scores};
+  return {words, word_scores, lengths, scores};
 }
 
-using SearchOperators = Operators<greedy_search>;
+using SearchOperators = Operators<search>;
 
 }  // namespace
 

@@ -20,29 +20,25 @@ struct LayerPlan {
   Plan attention;  // of one step
 };
 
-// The best word of a range, and the sum of exp(score - its score) over the range.
-template <class C>
-struct Found {
-  C score;
-  int64_t word;  // negative: none
-  C sum;
-};
-
 }  // namespace cpu
 
-// Greedy search: the steps of a layer, one at a time, each of which reads the best word of the
-// previous step.
-struct GreedySearch {
+constexpr int64_t kMostBeam = 64;
+
+// A search with a beam: the steps of a layer, one at a time, each of which reads the words that
+// continue the best hypotheses of the previous step.
+struct Search {
   Dtype dtype;
-  int64_t B, T, V, R, begin, end, most;  // T is 1; at most `most` words, the first after `begin`
-  RecurrentForward even, odd;            // steps, each starting from the other's results
-  View hidden, first_cell, feed;         // initial values of the first step
+  int64_t B, T;                    // sentences, and their hypotheses: T is the beam
+  int64_t V, R, begin, end, most;  // at most `most` words, the first after `begin`
+  int64_t beam, n_best, groups;    // groups: the parts of the vocabulary that threads share
+  RecurrentForward step;
+  View hidden, first_cell, feed;  // [B, n]: initial values
   View embedding, weight_readout, weight_vocab, bias_readout, bias_vocab;
-  double embedding_scale;
-  const int64_t* limits;  // [B]
-  View read;              // scratch [B, 1, R], with a readout
-  int64_t* words;         // out [B, most]
-  View scores;            // out [B, most], the words' log-probabilities
+  double embedding_scale, length_penalty, length_bonus;
+  const int64_t* limits;     // [B]
+  View read;                 // scratch [B, beam, R], with a readout
+  int64_t *words, *lengths;  // out [B, n_best, most] and [B, n_best]; a length is -1 after NaN
+  View word_scores, scores;  // out [B n_best, most], the words' log-probabilities, and [B, n_best]
 };
 
 // The size in bytes of the scratch shared by all and of each member's, the largest number of items
@@ -62,7 +58,7 @@ struct RecurrentKernels {
   void (*pack)(const Layer&, cpu::Team&, int64_t member, void* out);
   LayerKernel<RecurrentForward> forward;
   LayerKernel<RecurrentBackward> backward;
-  LayerKernel<GreedySearch> search;
+  LayerKernel<Search> search;
 };
 
 // clang-format off

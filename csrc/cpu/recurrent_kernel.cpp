@@ -1,6 +1,6 @@
 // A recurrent layer that attends at every step, on the CPU, for one instruction set (see vector.h);
 // the launcher is recurrent.cpp.
-#include "greedy_search.h"
+#include "search.h"
 #include "recurrent_backward.h"
 
 namespace attnfast {
@@ -49,7 +49,7 @@ size_t backward_room(const RecurrentBackward& a) {
 }
 
 template <class C>
-size_t search_room(const GreedySearch& a) {
+size_t search_room(const Search& a) {
   Scratch<C> room = nowhere<C>();
   const SearchRoom<C> taken(a, room);
   return bytes_of(room);
@@ -82,9 +82,9 @@ int64_t backward_items(const RecurrentBackward& a, const LayerPlan& plan) {
   return most;
 }
 
-int64_t search_items(const GreedySearch& a, const LayerPlan& plan) {
+int64_t search_items(const Search& a, const LayerPlan& plan) {
   const int64_t of_words = parts(a.R, 4) + parts(a.V, 4);
-  return larger(forward_items(a.even, plan), of_words * larger(parts(a.B, plan.rows), 1));
+  return larger(forward_items(a.step, plan), of_words * larger(parts(a.B * a.beam, plan.rows), 1));
 }
 size_t forward_scratch(const RecurrentForward& a, const LayerPlan& plan) {
   if (!a.attends) return 0;
@@ -111,10 +111,9 @@ void run_backward(const RecurrentBackward& a, const LayerPlan& plan, Team& team,
   BackwardPass<C>(a, plan, member, {static_cast<C*>(shared)}, own).run();
 }
 template <class C>
-void run_search(const GreedySearch& a, const LayerPlan& plan, Team& team, int64_t who, void* shared,
-                void* own) {
+void run_search(const Search& a, const LayerPlan& plan, Team& team, int64_t who, void* shared, void* own) {
   Member member(team, who);
-  Search<C>(a, plan, member, {static_cast<C*>(shared)}, own).run();
+  BeamSearch<C>(a, plan, member, {static_cast<C*>(shared)}, own).run();
 }
 
 }  // namespace
@@ -163,14 +162,14 @@ extern const RecurrentKernels recurrent = {
                        run(a, plan, team, who, shared, own);
                      }},
     .search = {.shared =
-                   [](const GreedySearch& a, const LayerPlan&) {
+                   [](const Search& a, const LayerPlan&) {
                      return a.dtype == Dtype::f64 ? search_room<double>(a) : search_room<float>(a);
                    },
-               .own = [](const GreedySearch& a,
-                         const LayerPlan& plan) { return recurrent.forward.own(a.even, plan); },
+               .own = [](const Search& a,
+                         const LayerPlan& plan) { return recurrent.forward.own(a.step, plan); },
                .items = search_items,
                .run =
-                   [](const GreedySearch& a, const LayerPlan& plan, Team& team, int64_t who, void* shared,
+                   [](const Search& a, const LayerPlan& plan, Team& team, int64_t who, void* shared,
                       void* own) {
                      const auto run = a.dtype == Dtype::f64 ? run_search<double> : run_search<float>;
                      run(a, plan, team, who, shared, own);
