@@ -1,6 +1,6 @@
 """The long fuzz: ``python long_fuzz.py COUNT [SHARE]`` judges random calls, both ways, by the rule.
 
-Attention, statistics, spans, histories, copying, decoder steps and all public callables take turns,
+Attention, statistics, spans, histories, copying, decoder steps, searches and all public callables take turns,
 from seeds that the tests do not use; SHARE of the sizes are 0, 0.04 unless given. glibc fills the
 memory that it gives out with large numbers. Calls that break the rule are printed and counted; a
 crash is told by the last line of its process.
@@ -24,6 +24,7 @@ import test_copying
 import test_coverage
 import test_memory
 import test_recurrent
+import test_search
 import test_span
 import test_statistics
 import test_zero_sizes
@@ -77,6 +78,11 @@ def layers(seed: int):
         yield case, lambda case=case: test_recurrent.judge(case, BACKEND)
 
 
+def searches(seed: int):
+    for number in range(24 * seed, 24 * seed + 24):
+        yield number, lambda number=number: test_search.judge_model(number)
+
+
 def public(seed: int):
     """Every public callable with random numbers of sequences, rows and keys."""
     draw = random.Random(seed)
@@ -102,7 +108,7 @@ def public(seed: int):
             yield (name, sizes), lambda call=call: test_zero_sizes.judge_call(call)
 
 
-KINDS = (attention, statistics, spans, histories, copying, steps, layers, public)
+KINDS = (attention, statistics, spans, histories, copying, steps, layers, searches, public)
 
 
 def judge(seed: int) -> tuple[collections.Counter, list[str]]:

@@ -1599,7 +1599,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         "takes": [("score > least()", "score >= least()")],
         "insert": [
             ("at[i - 1].score < x.score", "at[i - 1].score <= x.score"),
-            ("if (best.takes(logits[i]))", "if (i < 3 && best.takes(logits[i]))"),
+            ("first + i != a.end && best.takes", "best.takes"),
         ],
         "add_bias": [("lanes_within<C>(word, a.end, a.V)", "lanes_within<C>(word, 0, a.V)")],
         "score": [

@@ -3,6 +3,7 @@
 import math
 import random
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -313,6 +314,42 @@ def test_models_search_in_one_call(attention, feeding, cell, beam, monkeypatch):
     torch.testing.assert_close(found, find(*parts))
     words = {tuple(words) for several in found.hypotheses() for words in several}
     assert len(words) > 8 and len({len(x) for x in words}) > 2
+
+
+def judge_model(seed: int) -> None:
+    """Compare a random model's search in one call with the loop over steps, in float64."""
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+    attention, feeding = draw.choice(MODELS)
+    sizes = {name: draw.choice((1, 4, 9, 16, 33, 40)) for name in ("embed_dim", "hidden_dim")}
+    V, cell = draw.choice((5, 9, 60, 130, 700)), draw.choice(("gru", "lstm"))
+    made = build(Config(V, attention, feeding, cell, window=draw.randint(1, 3), **sizes))
+    made.double().eval()
+    with torch.no_grad():
+        for x in made.parameters():
+            x.mul_(draw.choice((1, 2, 4)))
+    B, Tk, beam = draw.randint(1, 6), draw.randint(1, 9), draw.choice((1, 2, 3, 5, 8, 40))
+    source, lengths = torch.randint(4, V, (B, Tk)), torch.randint(1, Tk + 1, (B,))
+    options = {
+        "n_best": draw.randint(1, beam), "length_penalty": draw.choice((0.0, 0.6, 1.0, -0.5)),
+        "length_bonus": draw.choice((0.0, 0.5, -0.3)), "max_length": draw.choice((None, 1, 2, 7)),
+    }  # fmt: skip
+    found = []
+    for run in (search._run_operator, lambda *_, **__: None):
+        with mock.patch.object(search, "_run_operator", run):
+            found.append(beam_search(made, source, lengths, beam, **options))
+    torch.testing.assert_close(*(x.scores for x in found), msg=f"scores of seed {seed}")
+    for i, one in enumerate(zip(*(x.hypotheses() for x in found))):
+        scores = found[0].scores[i]
+        tied = (scores.diff().abs() < 1e-9 * scores[:-1].abs()).any()  # or sums of equal terms
+        assert tied or one[0] == one[1], f"sentence {i} of seed {seed}"
+
+
+@pytest.mark.parametrize("first", [0, 100])
+def test_fuzz_of_models(first):
+    served("cpu")
+    for seed in range(first, first + 25):
+        judge_model(seed)
 
 
 def test_other_models_search_step_by_step(monkeypatch):

@@ -249,7 +249,8 @@ class BeamSearch {
     });
   }
 
-  // Compute the logits of a group of panels for some rows; keep the best of each row, and their mass.
+  // Compute the logits of a group of panels for some rows. Keep the best of each row but the end's,
+  // to which no length bonus is added, the end's, and the mass of all.
   void score(const RecurrentForward& step, const View& output, int64_t item) {
     const Block block(step, plan, item);
     const int64_t first = block.panel * room.panels_at_a_time,
@@ -299,7 +300,7 @@ class BeamSearch {
 
   void insert(Best<C>& best, Vec<C> logits, int64_t first) const {
     for (int i = 0; i < Vector<C>::width; ++i)
-      if (best.takes(logits[i])) best.insert({logits[i], first + i, 0});
+      if (first + i != a.end && best.takes(logits[i])) best.insert({logits[i], first + i, 0});
   }
 
   // The largest logit of each lane, and the sum of exp(logit - largest).
@@ -349,10 +350,8 @@ class BeamSearch {
         const C total = totals[k] + (logit - log_mass) + (word == a.end ? (C)0 : (C)a.length_bonus);
         if (best.takes(total)) best.insert({total, word, k});
       };
-      if (must_end) {
-        add(a.end, room.of_end[r]);
-        continue;
-      }
+      add(a.end, room.of_end[r]);
+      if (must_end) continue;
       for (int64_t group = 0; group < groups; ++group) {
         const Candidate<C>* const found = room.candidates + (r * groups + group) * 2 * K;
         for (int64_t j = 0; j < 2 * K && found[j].word >= 0; ++j) add(found[j].word, found[j].score);
