@@ -1,9 +1,9 @@
 """The long fuzz: ``python long_fuzz.py COUNT [SHARE]`` judges random calls, both ways, by the rule.
 
-Attention, statistics, spans, histories, copying, decoder steps, searches and all public callables take turns,
-from seeds that the tests do not use; SHARE of the sizes are 0, 0.04 unless given. glibc fills the
-memory that it gives out with large numbers. Calls that break the rule are printed and counted; a
-crash is told by the last line of its process.
+Attention, statistics, spans, histories, copying, decoder steps, searches and all public callables
+take turns, from seeds that the tests do not use; SHARE of the sizes are 0, 0.04 unless given. glibc
+fills the memory that it gives out with large numbers. Calls that break the rule are printed and
+counted; a crash is told by the last line of its process.
 """
 
 from __future__ import annotations

@@ -215,7 +215,7 @@ def test_a_linear_layer(x, weight, reason):
         ({}, lambda model: model.train(), "dropout is on: call eval() first"),
         ({"attention": "coverage"}, lambda model: model.eval(), "its attention has a history"),
         ({"pointer_generator": True}, lambda model: model.eval(), "the model copies words"),
-        ({"decoder_layers": 2}, lambda model: model.eval(), "its decoder has several layers"),
+        ({"decoder_layers": 2}, lambda model: model.eval(), ""),
     ],
 )
 def test_a_search(config, change, reason):

@@ -25,6 +25,7 @@ from attnfast.ops.search import SEARCH, SearchInputs, layer_of
 
 KINDS = ("attend_first", "attend_last", "input_feeding", "nothing fed")
 TERMS = ("projection", "lengths", "mask", "span", "feed", "biases")
+STACKED = (*TERMS, "stack")
 
 
 def served(backend: str, dtype: torch.dtype = torch.float32) -> None:
@@ -103,7 +104,7 @@ def test_says_what_the_oracle_says(mode, kind, backend):
     served(backend)
     rows = []
     for seed, (score, terms) in enumerate(
-        [("dot", ()), ("tanh", TERMS), ("dot", TERMS), ("relu", ("projection",))]
+        [("dot", ()), ("tanh", TERMS), ("dot", STACKED), ("relu", ("projection",))]
     ):
         rows += judge(kind, Case(mode, kind, score, B=5, T=12, terms=terms, seed=seed), backend)
     assert len(set(rows)) > 8
@@ -115,7 +116,7 @@ def test_says_what_the_oracle_says(mode, kind, backend):
 def test_beams(kind, beam, backend):
     served(backend)
     rows, options = [], BEAMS[beam]
-    for mode, V, terms in (("gru", 50, TERMS), ("lstm", 6, ()), ("tanh", 700, TERMS)):
+    for mode, V, terms in (("gru", 50, TERMS), ("lstm", 6, ()), ("tanh", 700, STACKED)):
         case = Case(mode, None, "tanh", B=9, T=7, terms=terms, dtype=torch.float64, seed=V)
         rows += judge(kind, case, backend, V=V, **options)
     assert len(set(rows)) > 8
@@ -133,7 +134,7 @@ def test_fuzz(seed, backend):
             draw.choice(("dot", "tanh", "relu", "leaky_relu")),
             B=size(3, 40), T=size(4, 12), E=size(9, 70), H=size(9, 70), Tk=size(5, 70),
             A=size(9, 70), Dv=size(9, 70), F=size(9, 70),
-            terms=tuple(x for x in TERMS if draw.random() < 0.5), seed=draw.randint(0, 2**31),
+            terms=tuple(x for x in STACKED if draw.random() < 0.5), seed=draw.randint(0, 2**31),
             dtype=draw.choice((torch.float32, torch.float64)),
         )  # fmt: skip
         options = draw.choice([*BEAMS.values()])
@@ -222,7 +223,7 @@ def test_the_same_words_for_any_number_of_threads(kind, backend):
 
 def test_opcheck(backend):
     served(backend)
-    args = call("input_feeding", Case("lstm", None, "tanh", terms=TERMS), beam=2, n_best=2)
+    args = call("input_feeding", Case("lstm", None, "tanh", terms=STACKED), beam=2, n_best=2)
     args = args._replace(limits=torch.full((3,), 5), bias_vocab=torch.zeros(50))
     args.bias_vocab[3] = -1e9  # all go on to their limits: every column counts
     torch.library.opcheck(SEARCH.forwards[backend], tuple(args))
@@ -234,7 +235,7 @@ def test_invalid_calls(backend):
     draw, counts = random.Random(0), [0, 0]
     for seed in range(400):
         kind = draw.choice(KINDS)
-        terms = tuple(x for x in TERMS if draw.random() < 0.6)
+        terms = tuple(x for x in STACKED if draw.random() < 0.6)
         args = call(kind, Case(draw.choice(("gru", "lstm")), None, "tanh", terms=terms, seed=seed))
         if seed % 4 == 0:
             args = as_bfloat16(args, WEIGHTS)
@@ -299,7 +300,8 @@ def spied(monkeypatch) -> list[SearchInputs]:
 @pytest.mark.parametrize("beam", BEAMS)
 def test_models_search_in_one_call(attention, feeding, cell, beam, monkeypatch):
     served("cpu")
-    parts = model_and_sources(attention, feeding, cell)
+    layers = 2 if beam == "of five" else 1
+    parts = model_and_sources(attention, feeding, cell, decoder_layers=layers)
     calls, find = spied(monkeypatch), partial(beam_search, **{"beam": 1, **BEAMS[beam]})
     found = find(*parts)
     assert len(calls) == 1
@@ -323,7 +325,8 @@ def judge_model(seed: int) -> None:
     attention, feeding = draw.choice(MODELS)
     sizes = {name: draw.choice((1, 4, 9, 16, 33, 40)) for name in ("embed_dim", "hidden_dim")}
     V, cell = draw.choice((5, 9, 60, 130, 700)), draw.choice(("gru", "lstm"))
-    made = build(Config(V, attention, feeding, cell, window=draw.randint(1, 3), **sizes))
+    sizes |= {"window": draw.randint(1, 3), "decoder_layers": draw.choice((1, 1, 2, 3))}
+    made = build(Config(V, attention, feeding, cell, **sizes))
     made.double().eval()
     with torch.no_grad():
         for x in made.parameters():

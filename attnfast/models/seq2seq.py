@@ -219,8 +219,9 @@ class Seq2Seq(nn.Module):
             bias_output=getattr(layer.output, "bias", None),
             weight_readout=getattr(readout, "weight", None),
             bias_readout=getattr(readout, "bias", None),
-            mode=layer.mode, attends_first=layer.attends_first,
-            begin=constraints.start, end=constraints.end, most=most,
+            weight_ih_upper=layer.weight_ih_upper, mode=layer.mode,
+            attends_first=layer.attends_first, begin=constraints.start, end=constraints.end,
+            most=most,
             embedding_scale=words.embedding_dim**0.5, **terms,
         )  # fmt: skip
         return upcast_halves(call), backend, ""
@@ -241,8 +242,6 @@ class Seq2Seq(nn.Module):
         if self.pointer is not None:
             return None, "the model copies words"
         plain = [(words, nn.Embedding), (decoder.readout, nn.Linear), (self.dropout, nn.Dropout)]
-        if decoder.rnn.num_layers > 1:
-            return None, "its decoder has several layers"
         is_own = decoder.parts()[0].rnn is None and not words.max_norm
         if not is_own or not all(is_plain(*x) for x in plain):
             return None, "its cell, embedding or readout is no plain module"

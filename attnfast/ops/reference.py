@@ -435,12 +435,16 @@ def recurrent(call: RecurrentInputs) -> RecurrentOutputs:
 def search(call: SearchInputs) -> SearchOutputs:
     """Keep the best hypotheses of each sentence at every step."""
     call = _wide(call)
-    B, K = len(call.hidden), call.beam
+    B, K = len(call.limits), call.beam
     rows = torch.arange(B).repeat_interleave(K)
     names = ("hidden", "cell", "feed", "key", "value", "mask", "lengths", "key_bounds")
     given = {name: x for name in names if (x := getattr(call, name)) is not None}
-    repeated: dict[str, Any] = {name: x[rows] for name, x in given.items() if len(x) == B}
-    call = call._replace(**repeated)
+    repeated = {
+        name: x.index_select(-2, rows) if name in ("hidden", "cell") else x[rows]
+        for name, x in given.items()
+        if name in ("hidden", "cell") or len(x) == B
+    }
+    call = call._replace(**repeated)  # type: ignore[arg-type]
     beams = [_Beam(call, b) for b in range(B)]
     word = call.limits.new_full((B * K,), call.begin)
     for t in range(call.most):
@@ -453,8 +457,8 @@ def search(call: SearchInputs) -> SearchOutputs:
             part = log_probs[b * K : (b + 1) * K]
             parents += [b * K + k for k in beam.step(part)]
         word = call.limits.new_tensor([w for beam in beams for w in beam.last_words])
-        chosen: dict[str, Any] = {name: x if x is None else x[parents] for name, x in state.items()}
-        call = call._replace(**chosen)
+        chosen = {name: x[..., parents, :] for name, x in state.items() if x is not None}
+        call = call._replace(**chosen)  # type: ignore[arg-type]
         if all(beam.ended for beam in beams):
             break
     outputs = [beam.outputs() for beam in beams]
@@ -472,7 +476,8 @@ def _next_words(
 ) -> tuple[Tensor, dict[str, Tensor | None]]:
     """Return the log-probabilities of the words from the end on, and the state after the step."""
     linear = torch.nn.functional.linear
-    h, context = made.states[:, 0], made.contexts[:, 0]
+    states, context = made.states[..., 0, :], made.contexts[:, 0]
+    h = states if states.dim() == 2 else states[-1]
     output = None if call.weight_output is None else made.attentional[:, 0]
     feeds = not call.attends_first and call.weight_ih.shape[1] > x.shape[1]
     fed = (context if output is None else output) if feeds else None
@@ -480,8 +485,8 @@ def _next_words(
         output = linear(torch.cat([h, context, x], -1), call.weight_readout, call.bias_readout)
         output = output.tanh()
     logits = linear(output, call.weight_vocab, call.bias_vocab)  # type: ignore[arg-type]
-    cell = None if call.cell is None else made.cells[:, 0]
-    state = {"hidden": h, "cell": cell, "feed": fed}
+    cell = None if call.cell is None else made.cells[..., 0, :]
+    state = {"hidden": states, "cell": cell, "feed": fed}
     return logits[:, call.end :].log_softmax(-1), state
 
 

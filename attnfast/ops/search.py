@@ -62,6 +62,7 @@ class SearchInputs(NamedTuple):
     weight_readout: Tensor | None = None
     bias_readout: Tensor | None = None
     bias_vocab: Tensor | None = None
+    weight_ih_upper: Tensor | None = None
     mask: Tensor | None = None
     lengths: Tensor | None = None
     key_bounds: Tensor | None = None
@@ -114,10 +115,11 @@ def layer_of(call: SearchInputs, input: Tensor) -> RecurrentInputs:
 
 def check(call: SearchInputs) -> None:
     """Raise, in one sentence and before any computation, unless the arguments fit together."""
+    above = "" if call.weight_ih_upper is None else "L, "
     for name, axes in (
-        ("hidden", "[B, H]"), ("weight_ih", "[G·H, E + F]"), ("weight_hh", "[G·H, H]"),
-        ("embedding", "[V, E]"), ("weight_vocab", "[V, R]"), ("limits", "[B]"),
-        ("key", "[B, Tk, A]"), ("value", "[B, Tk, Dv]"),
+        ("hidden", f"[{above}B, H]"), ("weight_hh", f"[{above}G·H, H]"),
+        ("weight_ih", "[G·H, E + F]"), ("embedding", "[V, E]"), ("weight_vocab", "[V, R]"),
+        ("limits", "[B]"), ("key", "[B, Tk, A]"), ("value", "[B, Tk, Dv]"),
     ):  # fmt: skip
         check_tensor(name, getattr(call, name))
         if getattr(call, name).dim() != axes.count(",") + 1:
@@ -130,7 +132,7 @@ def check(call: SearchInputs) -> None:
         raise_value_error("weight_readout", "a tensor without weight_output", "None")
     if call.bias_readout is not None and call.weight_readout is None:
         raise_value_error("bias_readout", "None without weight_readout", "a tensor")
-    (B, H), (V, E), R = call.hidden.shape, call.embedding.shape, call.weight_vocab.shape[1]
+    (B, H), (V, E), R = call.hidden.shape[-2:], call.embedding.shape, call.weight_vocab.shape[1]
     Dv, dtype = call.value.shape[-1], call.hidden.dtype  # type: ignore[union-attr]
     check_recurrent(layer_of(call, call.hidden.new_empty(B, call.most, E)))
     shapes: dict[str, tuple[int, ...]] = {
@@ -154,7 +156,7 @@ def check(call: SearchInputs) -> None:
 
 
 def _fake(call: SearchInputs) -> SearchOutputs:
-    shape = call.hidden.shape[0], call.n_best
+    shape = call.hidden.shape[-2], call.n_best
     words, lengths = call.limits.new_empty(*shape, call.most), call.limits.new_empty(shape)
     like = call.hidden
     return SearchOutputs(words, like.new_empty(words.shape), lengths, like.new_empty(shape))

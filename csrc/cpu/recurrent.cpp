@@ -268,26 +268,27 @@ PackedWeights pack_recurrent(const PackArguments& given) {
 
 // ---- search -------------------------------------------------------------------------------------
 
-#define ATTNFAST_SEARCH(X)                                        \
-  X(Tensor, embedding, sizes, dtype, {V, E})                      \
-  X(Tensor, weight_vocab, sizes, of_weights, {V, R})              \
-  X(Tensor, limits, sizes, ScalarType::Long, {B})                 \
-  ATTNFAST_LAYER_PARAMETERS(X)                                    \
-  X(Optional, weight_readout, sizes, of_weights, {R, H + Dv + E}) \
-  X(Optional, bias_readout, sizes, dtype, {R})                    \
-  X(Optional, bias_vocab, sizes, dtype, {V})                      \
-  X(Optional, mask, terms, ScalarType::Bool, {1, Tk})             \
-  ATTNFAST_LENGTHS(X)                                             \
-  X(Optional, key_bounds, spans)                                  \
-  X(Optional, key_exponentials, exponentials, given.score)        \
-  ATTNFAST_LAYER_OPTIONS(X)                                       \
-  X(double, embedding_scale, any)                                 \
-  X(int64_t, begin, between, 0, V - 1)                            \
-  X(int64_t, end, between, 0, V - 1)                              \
-  X(int64_t, most, between, 0, INT32_MAX)                         \
-  X(int64_t, beam, between, 1, kMostBeam)                         \
-  X(int64_t, n_best, between, 1, given.beam)                      \
-  X(double, length_penalty, any)                                  \
+#define ATTNFAST_SEARCH(X)                                                \
+  X(Tensor, embedding, sizes, dtype, {V, E})                              \
+  X(Tensor, weight_vocab, sizes, of_weights, {V, R})                      \
+  X(Tensor, limits, sizes, ScalarType::Long, {B})                         \
+  ATTNFAST_LAYER_PARAMETERS(X)                                            \
+  X(Optional, weight_readout, sizes, of_weights, {R, H + Dv + E})         \
+  X(Optional, bias_readout, sizes, dtype, {R})                            \
+  X(Optional, bias_vocab, sizes, dtype, {V})                              \
+  X(Optional, weight_ih_upper, sizes, of_weights, {layers - 1, G * H, H}) \
+  X(Optional, mask, terms, ScalarType::Bool, {1, Tk})                     \
+  ATTNFAST_LENGTHS(X)                                                     \
+  X(Optional, key_bounds, spans)                                          \
+  X(Optional, key_exponentials, exponentials, given.score)                \
+  ATTNFAST_LAYER_OPTIONS(X)                                               \
+  X(double, embedding_scale, any)                                         \
+  X(int64_t, begin, between, 0, V - 1)                                    \
+  X(int64_t, end, between, 0, V - 1)                                      \
+  X(int64_t, most, between, 0, INT32_MAX)                                 \
+  X(int64_t, beam, between, 1, kMostBeam)                                 \
+  X(int64_t, n_best, between, 1, given.beam)                              \
+  X(double, length_penalty, any)                                          \
   X(double, length_bonus, any)
 
 struct SearchChecker : LayerChecker {
@@ -322,20 +323,27 @@ void put_rooms(const SearchArguments& given, const SearchArguments::ArgumentChec
     keep.push_back(empty(kCpu, {a.B, a.beam, columns}, fit.dtype));
     return rows_of(keep.back());
   };
-  const auto flat = [](View x) { return View{x.data, x.row, 0, x.row}; };
   RecurrentForward& step = a.step;
+  const auto flat = [](View x) { return View{x.data, x.row, 0, x.row}; };
+  const auto of_layers = [&](bool wanted, int64_t columns) {
+    if (!wanted) return View{};
+    keep.push_back(empty(kCpu, {step.layers, step.B, columns}, fit.dtype));
+    return View{data_or_sentinel(keep.back()), columns, step.B * columns, columns};
+  };
   step.input = flat(room(true, step.E));
-  step.gates = flat(room(saved_of(step.cell), 4 * step.H));
-  const View states = room(true, step.H), contexts = room(true, step.Dv);
+  step.gates = of_layers(saved_of(step.cell), 4 * step.H);
+  const View contexts = room(true, step.Dv);
   const View queries = room(given.weight_query || given.attends_first, step.A);
-  step.states = flat(states);
+  step.states = of_layers(true, step.H);
   step.contexts = flat(contexts);
   step.queries = queries.data ? flat(queries) : View{};
-  step.cells = flat(room(step.cell == Cell::lstm, step.H));
+  step.cells = of_layers(step.cell == Cell::lstm, step.H);
   step.attentional = flat(room(given.weight_output.has_value(), step.output_dim));
   step.attention.weights = room(true, step.Tk);
   step.attention.log_sum_exp = room(true, 1);
   step.attention.context = contexts;
+  View states = states_of_last(step);
+  states.batch = a.beam * step.H;
   step.attention.query = queries.data ? queries : states;
 }
 

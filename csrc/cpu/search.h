@@ -89,7 +89,7 @@ struct SearchRoom {
   int64_t* ended;                   // [B]: 1, or -1 after NaN
   int64_t* goes_on;                 // [B]: the sentences that the next step still needs
   int64_t* counts;                  // [most + 1]: the number of sentences of each step
-  C *hidden, *cells, *feed;         // of a step's rows
+  C *hidden, *cells, *feed;         // of a step's rows, hidden and cells of all layers
   // Arguments of attention, compacted once some sentences have been dropped.
   C *key, *value, *exponentials;
   int64_t *lengths, *key_bounds;
@@ -121,8 +121,8 @@ struct SearchRoom {
     take(ended, a.B);
     take(goes_on, a.B);
     take(counts, a.most + 1);
-    take(hidden, rows * step.H);
-    take(cells, step.cell == Cell::lstm ? rows * step.H : 0);
+    take(hidden, step.layers * rows * step.H);
+    take(cells, step.cell == Cell::lstm ? step.layers * rows * step.H : 0);
     take(feed, rows * step.F);
     take(key, a.B * of.Tk * of.A);
     take(value, a.B * of.Tk * of.Dv);
@@ -173,12 +173,15 @@ class BeamSearch {
   }
 
  private:
+  // Return the number of values in the states of a layer.
+  int64_t of_layer() const { return a.B * K * a.step.H; }
+
   // Return the step at t of the hypotheses that are left.
   RecurrentForward step_at(int64_t t) const {
     RecurrentForward step = a.step;
     step.B = attention.B * K;
-    step.hidden = {room.hidden, step.H};
-    if (step.cell == Cell::lstm) step.first_cell = {room.cells, step.H};
+    step.hidden = {room.hidden, step.H, of_layer()};
+    if (step.cell == Cell::lstm) step.first_cell = {room.cells, step.H, of_layer()};
     step.feed = feeds ? View{room.feed, step.F} : View{};
     Problem& of = step.attention;
     const View query = of.query;
@@ -211,8 +214,11 @@ class BeamSearch {
       const auto put = [&](const View& from, C* to, int64_t n) {
         for (int64_t i = 0; i < n; ++i) to[r * n + i] = from.data ? row<C>(from, b)[i] : C{};
       };
-      put(a.hidden, room.hidden, step.H);
-      if (step.cell == Cell::lstm) put(a.first_cell, room.cells, step.H);
+      for (int64_t layer = 0; layer < step.layers; ++layer) {
+        put(at_layer<C>(a.hidden, layer), room.hidden + layer * of_layer(), step.H);
+        if (step.cell == Cell::lstm)
+          put(at_layer<C>(a.first_cell, layer), room.cells + layer * of_layer(), step.H);
+      }
       if (feeds) put(a.feed, room.feed, step.F);
       room.totals[r] = k ? -(C)__builtin_inf() : (C)0;
       embed(r, a.begin);
@@ -237,7 +243,7 @@ class BeamSearch {
           multiply_panel(row<C>(from, block.b), from.batch, 1, block.rows, with.depth, with.at(block.panel),
                          x);
       };
-      multiply(step.states, room.of_state);
+      multiply(last_level<C>(step).states, room.of_state);
       multiply(step.contexts, room.of_context);
       multiply(step.input, room.of_input);
       for (int64_t r = 0; r < block.rows; ++r)
@@ -420,8 +426,11 @@ class BeamSearch {
       const auto put = [&](const View& x, C* to, int64_t n) {
         __builtin_memcpy(to + r * n, row<C>(x, parent), n * sizeof(C));
       };
-      put(step.states, room.hidden, step.H);
-      if (step.cell == Cell::lstm) put(step.cells, room.cells, step.H);
+      for (int64_t layer = 0; layer < step.layers; ++layer) {
+        put(at_layer<C>(step.states, layer), room.hidden + layer * of_layer(), step.H);
+        if (step.cell == Cell::lstm)
+          put(at_layer<C>(step.cells, layer), room.cells + layer * of_layer(), step.H);
+      }
       if (feeds) put(fed, room.feed, step.F);
       embed(r, link.word);
     }
