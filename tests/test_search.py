@@ -187,6 +187,20 @@ def test_of_equal_scores_the_first_word_is_said(backend):
     assert SEARCH(backend, args).words[0, 0, 0] == 3
 
 
+@pytest.mark.parametrize("bias", [0.0, 1.0, -1.0])
+def test_of_equal_hypotheses_the_first_are_kept(bias, backend):
+    """With all words alike, the end as likely as they are, or less, or more."""
+    served(backend)
+    case = Case("gru", None, B=2, T=4, dtype=torch.float64)
+    args = call("attend_first", case, V=40, beam=3, n_best=3, length_bonus=bias / 2)
+    args = args._replace(weight_vocab=torch.zeros_like(args.weight_vocab))
+    args = args._replace(bias_vocab=torch.full((40,), bias, dtype=torch.float64))
+    args = args._replace(limits=torch.tensor([4, 3]))
+    args.bias_vocab[3] = 0.0
+    for got, wanted in zip(SEARCH(backend, args), reference.search(args)):
+        torch.testing.assert_close(got, wanted)
+
+
 @pytest.mark.parametrize("beam", [1, 4])
 def test_a_sentence_without_scores_ends_alone(beam, backend):
     served(backend)

@@ -51,7 +51,6 @@ struct Mass {
     }
     sum += x.sum * ::exp((double)x.largest - largest);
   }
-  C log() const { return largest + (C)::log(sum); }
 };
 
 // How a hypothesis was continued at a step.
@@ -351,9 +350,10 @@ class BeamSearch {
       for (int64_t group = 0; group < groups; ++group) mass.add(room.masses[r * groups + group]);
       if (mass.sum != mass.sum) return void(room.ended[s] = -1);
       if (mass.sum == 0) continue;  // no word may come
-      const C log_mass = mass.log();
+      const C log_sum = ::log(mass.sum);
       const auto add = [&](int64_t word, C logit) {
-        const C total = totals[k] + (logit - log_mass) + (word == a.end ? (C)0 : (C)a.length_bonus);
+        const C total =
+            totals[k] + ((logit - mass.largest) - log_sum) + (word == a.end ? (C)0 : (C)a.length_bonus);
         if (best.takes(total)) best.insert({total, word, k});
       };
       add(a.end, room.of_end[r]);
