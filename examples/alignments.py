@@ -31,7 +31,7 @@ from attnfast.models import Config, build
 from attnfast.translate import checkpoint
 from attnfast.translate.cli import Parser, run
 from attnfast.translate.data import Links, WordTokenizer, collate, encode_pairs
-from attnfast.translate.evaluate import bleu, translate
+from attnfast.translate.evaluate import SearchOptions, bleu, translate
 from attnfast.translate.toy_grammar import Aligned, aligned_corpus
 from attnfast.translate.trainer import Options, Trainer
 
@@ -67,13 +67,14 @@ def score(model, tokenizer, test: Sequence[Aligned]) -> dict[str, float]:
         rows += int(targets.sum())
     links = diagnostics.alignment_score(found, [x.links for x in test])
     sources, references = zip(*pairs)
+    found = translate(model, tokenizer, sources, SearchOptions(beam=1))
     return {
         "AER": 100 * links.error_rate,
         "F1": 100 * links.f1,
         "entropy": entropy / rows,
         "diagonal": 100 * near / rows,
         "stuck": 100 * stuck / len(test),
-        "BLEU": bleu(translate(model, tokenizer, sources, beam=1), references)[0],
+        "BLEU": bleu([x.text for x in found], references)[0],
     }
 
 

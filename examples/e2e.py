@@ -138,7 +138,8 @@ def learn(args: argparse.Namespace, attention: str, copying: bool) -> dict[str, 
     _, model, tokenizer = checkpoint.restore(checkpoint.load(best), name=best)
     asked = list(dict.fromkeys(x for x, _ in test))
     with Progress("describing", len(asked), "list") as progress:
-        outputs = dict(zip(asked, translate(model, tokenizer, asked, beam=5, progress=progress)))
+        found = translate(model, tokenizer, asked, progress=progress)
+    outputs = {x: translation.text for x, translation in zip(asked, found)}
     lines = "".join(f"{x}\t{y}\n" for x, y in outputs.items())
     checkpoint.write_atomically(directory / "test.txt", lines.encode())
     return score(outputs, test, {name_of(x) for x, _ in train + valid})

@@ -1066,6 +1066,8 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         "WordTokenizer.train": [("words[: vocab_size - 4]", "words[:vocab_size]")],
         "pad_sources": [("[len(ids) + 1 for ids in sources]", "[len(ids) for ids in sources]")],
         "decode_lines": [('b"\\n" not in content and b"\\r" in content', "False")],
+        "stream_lines": [("number += len(lines)", "number += 1")],
+        "_whole_lines": [("not (is_first and content.startswith(GZIP))", "True")],
         "SubwordTokenizer.train": [
             ('normalization_rule_name="identity"', 'normalization_rule_name="nfkc"'),
             ("remove_extra_whitespaces=False", "remove_extra_whitespaces=True"),
@@ -1079,8 +1081,27 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
             ("(len(batch) + 1) * lengths[i] > LARGEST", "len(batch) * lengths[i] > LARGEST"),
         ],
         "translate": [
-            ("if len(ids) + 1 >= limit:", "if len(ids) >= limit:"),
             ("if not out_of_memory(error):", "if True:"),
+        ],
+        "_collect": [("len(several[0]) + 1 >= limits[i]", "len(several[0]) >= limits[i]")],
+    },
+    ("attnfast/translate/evaluate.py", "tests/test_cli.py -k 'search or unknown or prefix'"): {
+        "SearchOptions.__post_init__": [("if self.n_best > self.beam", "if False")],
+        "SearchOptions.check": [("isinstance(model.decoder.attention, FixedContext)", "False")],
+        "_encode": [
+            ("i == UNK or", "False or"),
+            ("(i >= V and i not in ids)", "False"),
+            ("len(begin) > ", "len(begin) < "),
+        ],
+        "_search": [
+            ("(PAD, BOS) if options.replace_unknown", "(PAD, BOS) if False"),
+            ("options.alignments or options.replace_unknown", "options.alignments"),
+            ('f"{options.seed} {x.number}"', 'f"{options.seed}"'),
+        ],
+        "_collect": [
+            ("length_mask(lengths - 1,", "length_mask(lengths,"),
+            ("V + len(own) + j if x == UNK", "V + j if x == UNK"),
+            ("[x >= V for x in words] if copies", "[x >= V for x in words] if True"),
         ],
     },
     ("attnfast/_utils/command_line.py", "tests/test_cli.py"): {
@@ -1094,6 +1115,12 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
             ("if field.name in skipped:", "if field.name in (*skipped, 'clip'):"),
             ('choices=field.metadata["choices"] or None,', ""),
         ],
+        "_translate_stream": [
+            ("sys.stdout.buffer.flush()", "pass"),
+            ("first=done + 1", "first=1"),
+            ("stop.number, text", "stop.number"),
+        ],
+        "_to_text": [("[*texts, *", "[*")],
         "_read_settings": [("if x.name in args", "if x.name in args and x.name != 'cell'")],
     },
     ("attnfast/_utils/settings.py", "tests/test_settings.py"): {

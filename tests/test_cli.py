@@ -4,9 +4,13 @@ import dataclasses
 import errno
 import gzip
 import io
+import json
+import math
 import os
+import random
 import re
 import resource
+import select
 import signal
 import subprocess
 import sys
@@ -16,10 +20,13 @@ import pytest
 import torch
 
 from attnfast._utils import command_line
-from attnfast.models import EOS, Config, build
+from attnfast._utils.checks import InputError
+from attnfast.decoding import beam_search, sample
+from attnfast.models import BOS, EOS, PAD, UNK, Config, build
 from attnfast.translate import checkpoint, cli, evaluate
 from attnfast.translate.cli import main
-from attnfast.translate.data import WordTokenizer
+from attnfast.translate.data import WordTokenizer, pad_sources
+from attnfast.translate.evaluate import SearchOptions
 from attnfast.translate.trainer import MEASURED, Options
 
 TRAIN = [
@@ -32,6 +39,7 @@ TRAIN = [
 def files(tmp_path_factory):
     """A folder with a checkpoint ``model.pt`` and two lines of ``text``."""
     folder = tmp_path_factory.mktemp("files")
+    torch.manual_seed(0)
     tokenizer = WordTokenizer(["eins", "zwei", "drei"])
     config = Config(tokenizer.vocab_size, embed_dim=8, hidden_dim=8)
     checkpoint.save(folder / "model.pt", config, build(config, "reference"), tokenizer)
@@ -109,7 +117,8 @@ def test_errors_name_what_was_typed(arguments, message, capsys):
 @pytest.mark.parametrize("option", ["--beam", "--max-length", "--max-output-length"])
 def test_options_of_a_search_are_named_as_they_were_typed(option, files, capsys):
     arguments = ["translate", str(files / "model.pt"), "--input", str(files / "text")]
-    assert refused([*arguments, f"{option}=0"], capsys) == f"{option} must be at least 1, got 0"
+    said = refused([*arguments, f"{option}=0"], capsys)
+    assert said == f"{option} must be an integer of at least 1 and below 2**31, got 0"
 
 
 def options_of(command):
@@ -118,9 +127,12 @@ def options_of(command):
     return {x.dest: x for x in commands.choices[command]._actions if x.dest != "help"}
 
 
-@pytest.mark.parametrize("settings", [Config, Options])
-def test_every_setting_is_an_option_with_its_default(settings):
-    options = options_of("train")
+COMMANDS = [(Config, "train"), (Options, "train"), (SearchOptions, "translate")]
+
+
+@pytest.mark.parametrize(("settings", "command"), COMMANDS)
+def test_every_setting_is_an_option_with_its_default(settings, command):
+    options = options_of(command)
     for field in dataclasses.fields(settings):
         if field.name in MEASURED:  # a trainer sets them: see test_trainer.py
             assert field.name not in options
@@ -131,10 +143,11 @@ def test_every_setting_is_an_option_with_its_default(settings):
         assert f"\n    {field.name}: {option.help}.\n" in settings.__doc__ + "\n"
 
 
-@pytest.mark.parametrize("settings", [Config, Options])
-def test_every_option_reaches_its_setting(settings, monkeypatch):
+@pytest.mark.parametrize(("settings", "command"), COMMANDS)
+def test_every_option_reaches_its_setting(settings, command, monkeypatch):
     monkeypatch.setattr(settings, "__post_init__", lambda self: None)  # some need each other
-    options = options_of("train")
+    options = options_of(command)
+    required = TRAIN if command == "train" else [command, "x"]
     for field in dataclasses.fields(settings):
         if field.name not in options:
             continue
@@ -143,7 +156,7 @@ def test_every_option_reaches_its_setting(settings, monkeypatch):
         else:
             typed = [(options[field.name].choices or ["7"])[-1]]
             value = {"int": int, "str": str}.get(field.type, float)(typed[0])
-        args = cli._parser().parse_args([*TRAIN, *options[field.name].option_strings, *typed])
+        args = cli._parser().parse_args([*required, *options[field.name].option_strings, *typed])
         read = cli._read_settings(settings, args)
         assert getattr(read, field.name) == value != field.default
         assert read == dataclasses.replace(settings(), **{field.name: value})
@@ -159,8 +172,280 @@ def test_every_option_has_its_own_help(command, monkeypatch, capsys):
     shown = capsys.readouterr().out
     for option in options:
         assert not re.search(r"of training|of the model|None|\.$", option.help)
-        default = "" if option.default in (None, False) else f" (default: {option.default})"
+        shows = option.default is not None and option.default is not False
+        default = f" (default: {option.default})" if shows else ""
         assert f" {option.help}{default}\n" in shown
+
+
+# Searches
+
+LINES = ["a b c", "", "d c b a e", "f", "x a y b", "d c b a e"]
+
+
+def save(path, seed=6, unknown=0.0, **settings):
+    """Write a checkpoint of a model with random parameters; return the model and its tokenizer."""
+    torch.manual_seed(seed)
+    tokenizer = WordTokenizer(list("abcdefg"))
+    config = Config(tokenizer.vocab_size, embed_dim=8, hidden_dim=8, **settings)
+    model = build(config, "reference").eval()
+    with torch.no_grad():
+        model.embedding.weight *= 2  # words that differ, with ends that come and others that do not
+        model.bias[UNK], model.bias[EOS] = unknown, 0.3
+    checkpoint.save(path, config, model, tokenizer)
+    return model, tokenizer
+
+
+@pytest.fixture(scope="module")
+def searched(tmp_path_factory):
+    """A folder with a checkpoint and ``text``, a function that translates it, and the model."""
+    folder = tmp_path_factory.mktemp("searched")
+    (folder / "text").write_text("".join(f"{line}\n" for line in LINES))
+    model, tokenizer = save(folder / "model.pt")
+
+    def run(*arguments):
+        """Return the lines of a translation."""
+        files = ["--input", str(folder / "text"), "--output", str(folder / "out")]
+        command = ["translate", str(folder / "model.pt"), "--backend=reference"]
+        assert main([*command, *files, *arguments]) == 0
+        return (folder / "out").read_text().splitlines()
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # those of tiny sizes wait for each other
+    yield folder, run, model, tokenizer
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize(
+    ("typed", "options"),
+    [
+        ([], {}),
+        (["--beam=1"], {"beam": 1}),
+        (["--beam=3", "--n-best=3"], {"beam": 3, "n_best": 3}),
+        (["--length-penalty=0"], {"length_penalty": 0.0}),
+        (["--coverage-penalty=9"], {"coverage_penalty": 9.0}),
+        (["--length-bonus=2"], {"length_bonus": 2.0}),
+        (["--min-output-length=9"], {"min_length": 9}),
+        (["--max-output-length=2"], {"max_length": 2}),
+        (["--no-repeat-ngram=1"], {"no_repeat_ngram": 1}),
+        (["--batch-size=2", "--n-best=2"], {"n_best": 2}),
+        (["--sample", "--n-best=3", "--seed=7"], {"samples": 3}),
+        (["--sample", "--temperature=0.1"], {"temperature": 0.1}),
+        (["--sample", "--top-k=1"], {"top_k": 1}),
+        (["--sample", "--top-p=0.2"], {"top_p": 0.2}),
+    ],
+)
+def test_json_of_a_search(searched, typed, options):
+    """Each line by itself, with the search's own names of the options."""
+    _, run, model, tokenizer = searched
+    rows = [json.loads(row) for row in run(*typed, "--format=json", "--alignments")]
+    assert len(rows) == len(LINES)
+    for number, (line, row) in enumerate(zip(LINES, rows), 1):
+        words = line.split()
+        assert list(row) == ["source", "source_tokens", "hypotheses"]
+        assert (row["source"], row["source_tokens"]) == (line, words)
+        if not words:
+            assert row["hypotheses"] == []
+            continue
+        source, lengths = pad_sources([tokenizer.encode(line)])
+        if "--sample" in typed:
+            seed = random.Random(f"{7 if '--seed=7' in typed else 1} {number}").getrandbits(32)
+            generator = [torch.Generator().manual_seed(seed)]
+            found = sample(
+                model, source, lengths, generator=generator, need_weights=True, **options
+            )
+        else:
+            found = beam_search(model, source, lengths, need_weights=True, **options)
+        (expected,) = found.hypotheses()
+        assert len(expected) == len(row["hypotheses"]) == options.get("n_best", len(expected))
+        for n, (ids, got) in enumerate(zip(expected, row["hypotheses"])):
+            assert list(got) == ["text", "score", "tokens", "token_scores", "alignment"]
+            assert got["text"] == tokenizer.decode(ids) == " ".join(got["tokens"])
+            assert got["score"] == pytest.approx(float(found.scores[0, n]), abs=1e-5)
+            scores = found.word_scores[0, n, : len(ids)].tolist()
+            assert got["token_scores"] == pytest.approx(scores, abs=1e-5)
+            largest = found.weights[0, n, : len(ids), : len(words)].argmax(-1)
+            assert got["alignment"] == largest.tolist()
+    if options:  # it is no option without effect
+        assert run(*typed) != run(*(["--sample"] if "--sample" in typed else []))
+
+
+def test_the_n_best_are_lines_one_after_another(searched):
+    _, run, *_ = searched
+    rows = [json.loads(row) for row in run("--n-best=3", "--format=json")]
+    texts = [[x["text"] for x in row["hypotheses"]] or [""] * 3 for row in rows]
+    assert run("--n-best=3") == [text for several in texts for text in several]
+    assert run() == [several[0] for several in texts]
+    for row in rows:
+        scores = [x["score"] for x in row["hypotheses"]]
+        assert scores == sorted(scores, reverse=True) and "alignment" not in str(row)
+
+
+def test_fewer_than_n_hypotheses_leave_empty_lines(searched):
+    texts = cli._to_text(
+        3, "a", evaluate.Translation(["a"], [evaluate.Hypothesis("b", -1, [], [])])
+    )
+    assert texts == "b\n\n\n"
+    unfinished = evaluate.Hypothesis("b", -math.inf, ["b"], [-1.0])
+    row = json.loads(cli._to_json("a", evaluate.Translation(["a"], [unfinished])))
+    assert row["hypotheses"][0]["score"] is None
+
+
+def test_drawn_translations_depend_on_seed_and_line_alone(searched, monkeypatch, capsys):
+    folder, run, *_ = searched
+    first = run("--sample", "--n-best=2")
+    assert first == run("--sample", "--n-best=2", "--batch-size=1", "--seed=1")
+    assert first != run("--sample", "--n-best=2", "--seed=2")
+    assert first[4:6] != first[10:12], "equal lines have their own draws"
+    content = io.BytesIO((folder / "text").read_bytes())
+    monkeypatch.setattr(sys, "stdin", type("Stream", (), {"buffer": content}))
+    command = ["translate", str(folder / "model.pt"), "--backend=reference", "--batch-size=2"]
+    assert main([*command, "--sample", "--n-best=2"]) == 0
+    assert capsys.readouterr().out.splitlines() == first
+
+
+@pytest.mark.parametrize("pointer_generator", [False, True])
+def test_unknown_words_are_replaced_by_source_words(searched, tmp_path, pointer_generator):
+    folder, _, *_ = searched
+    path = tmp_path / "model.pt"
+    model, tokenizer = save(path, 1, unknown=2.0, pointer_generator=pointer_generator)
+    arguments = ["translate", str(path), "--input", str(folder / "text")]
+    arguments += ["--format=json", "--backend=reference"]
+    arguments += ["--min-output-length=3", "--max-output-length=4"]
+    arguments += ["--output", str(tmp_path / "out")]
+
+    def run(*more):
+        assert main([*arguments, *more]) == 0
+        return [json.loads(row) for row in (tmp_path / "out").read_text().splitlines()]
+
+    at_end = set()  # whether the end of the source has the largest weight
+    replaced = run("--replace-unknown", "--alignments")
+    for line, row in zip(LINES, replaced):
+        if not line:
+            continue
+        words = line.split()
+        oov = tokenizer.oov_words(line) if pointer_generator else []
+        source, lengths = pad_sources([tokenizer.encode(line, oov)])
+        found = beam_search(
+            model, source, lengths, min_length=3, max_length=4, forbidden=(PAD, BOS),
+            need_weights=True,
+        )  # fmt: skip
+        (got,) = row["hypotheses"]
+        V = tokenizer.vocab_size
+        for t, word in enumerate(found.best[0]):
+            largest = int(found.weights[0, 0, t, : len(words)].argmax())
+            assert got["alignment"][t] == largest
+            expected = words[largest] if word == UNK else tokenizer.decode([word], oov)
+            assert got["tokens"][t] == expected == got["text"].split()[t]
+            assert got["copied"][t] == (word == UNK or word >= V)
+            if word == UNK:
+                at_end.add(int(found.weights[0, 0, t].argmax()) == len(words))
+    assert at_end == {True, False}
+    for before, after in zip(replaced, run("--replace-unknown")):
+        for got in before["hypotheses"]:
+            del got["alignment"]
+        assert before == after
+    for row in run():
+        for got in row["hypotheses"]:
+            assert ("copied" in got) == pointer_generator
+            if pointer_generator:
+                known = [x in "abcdefg" for x in got["tokens"]]
+                assert got["copied"] == [not x for x in known]
+
+
+def test_a_prefix_begins_translations(searched, tmp_path, capsys):
+    folder, run, *_ = searched
+    prefixes = ["g g", "a", "", "b", "c", ""]
+    (tmp_path / "prefix").write_text("".join(f"{x}\n" for x in prefixes))
+    option = f"--prefix={tmp_path / 'prefix'}"
+    free, found = run(), run(option)
+    for line, prefix, before, after in zip(LINES, prefixes, free, found):
+        words = prefix.split() if line else []
+        assert after.split()[: len(words)] == words
+        assert words or after == before
+    capsys.readouterr()
+    arguments = ["translate", str(folder / "model.pt"), "--input", str(folder / "text"), option]
+    said = refused([*arguments, "--max-output-length=1"], capsys)
+    assert said.endswith("text, line 1: expected a prefix of at most 1 tokens, got 2")
+    (tmp_path / "prefix").write_text("a\nb x\n" + "\n" * 4)
+    said = refused(arguments, capsys)
+    assert said.endswith("line 2: expected a prefix of tokens that the model knows, got 'x'")
+    (tmp_path / "prefix").write_text("a\nb\n")
+    said = refused(arguments, capsys)
+    assert said.endswith(f"prefix: expected 6 lines, as in {folder / 'text'}, got 2")
+
+
+def test_a_prefix_may_copy(tmp_path):
+    model, tokenizer = save(tmp_path / "model.pt", pointer_generator=True)
+    lines, prefixes = ["a x b y", "a"], ["y c x", ""]
+    found = evaluate.translate(model, tokenizer, lines, None, prefixes)
+    message = "line 1: expected a prefix of tokens that the model knows, got 'y'"
+    with pytest.raises(InputError, match=message):  # y is beyond the limit of the source
+        evaluate.translate(model, tokenizer, lines, SearchOptions(max_length=3), prefixes)
+    assert found[0].text.startswith("y c x") and found[0].hypotheses[0].copied[:3] == [
+        True,
+        False,
+        True,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("typed", "message"),
+    [
+        (["--n-best=6"], "--n-best must be at most the beam of 5, got 6"),
+        (["--temperature=2"], "--temperature must be 1.0 without sampling, got 2.0"),
+        (["--seed=3"], "--seed must be 1 without sampling, got 3"),
+        (["--sample", "--beam=3"], "--beam must be 5 with sampling, got 3"),
+        (["--sample", "--length-bonus=1"], "--length-bonus must be 0.0 with sampling, got 1.0"),
+        (["--sample", "--top-p=0"], "--top-p must be a number above 0 and at most 1, got 0.0"),
+        (
+            ["--length-penalty=nan"],
+            "--length-penalty must be a number of at least -64 and at most 64",
+        ),
+        (
+            ["--min-output-length=5", "--max-output-length=4"],
+            "--max-output-length must be at least the smallest length of 5, got 4",
+        ),
+        (["--alignments"], "--alignments: expected --format json, got text"),
+        (["--threads=0"], "--threads: expected at least 1, got 0"),
+        (["--prefix=nowhere"], "cannot read nowhere: No such file or directory"),
+        (
+            ["--coverage-penalty=1"],
+            "--coverage-penalty must be 0.0 for a model without attention, got 1.0",
+        ),
+        (
+            ["--replace-unknown"],
+            "--replace-unknown must be False for a model without attention, got True",
+        ),
+    ],
+)
+def test_options_of_a_search_that_do_not_fit(typed, message, searched, tmp_path, capsys):
+    folder, *_ = searched
+    save(tmp_path / "model.pt", attention="none")
+    arguments = ["translate", str(tmp_path / "model.pt"), "--input", str(folder / "text")]
+    assert refused([*arguments, *typed], capsys).startswith(message)
+
+
+def test_threads(searched, monkeypatch):
+    _, run, *_ = searched
+    counts = []
+    monkeypatch.setattr(torch, "set_num_threads", counts.append)
+    run("--threads=3")
+    run()
+    assert counts == [3]
+
+
+def test_score_searches_as_translate_does(searched, tmp_path, capsys):
+    pytest.importorskip("sacrebleu")
+    folder, run, *_ = searched
+    options = ["--beam=2", "--length-penalty=0", "--coverage-penalty=1", "--max-output-length=6"]
+    (tmp_path / "target").write_text("".join(f"{x}\n" for x in run(*options)))
+    files = ["--source", str(folder / "text"), "--target", str(tmp_path / "target")]
+    arguments = ["score", str(folder / "model.pt"), "--backend=reference", *files]
+    scores = []
+    for more in ([*options, "--batch-size=2"], []):
+        assert main([*arguments, *more]) == 0
+        scores.append(capsys.readouterr().out.splitlines()[0])
+    assert scores[0] == "BLEU 100.00 on 6 sentences, beam 2" and "100.00" not in scores[1]
 
 
 # Packages
@@ -273,6 +558,67 @@ def test_an_unbuffered_output_is_written_whole_or_refused(tmp_path, monkeypatch,
     assert (tmp_path / "out").stat().st_size == 5000
 
 
+@pytest.fixture
+def stream(tmp_path):
+    """A process that translates its standard input, and a function that does so in one call."""
+    model, tokenizer = save(tmp_path / "model.pt", 5)
+    program = [sys.executable, "-m", "attnfast", "translate", str(tmp_path / "model.pt")]
+    program += ["--backend=reference", "--threads=1"]
+
+    def translated(line):
+        (found,) = evaluate.translate(model, tokenizer, [line])
+        assert bool(found.text) == bool(line) and not found.is_limited
+        return f"{found.text}\n"
+
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with subprocess.Popen(program, **pipes) as process:
+        yield process, translated
+        process.kill()
+
+
+def next_line(process):
+    """Return a line of the output that comes within a minute."""
+    assert select.select([process.stdout], [], [], 60)[0]
+    return process.stdout.readline().decode()
+
+
+def test_a_line_is_translated_before_the_next_is_read(stream):
+    process, translated = stream
+    for line in ("a b c", "", "f"):
+        process.stdin.write(f"{line}\n".encode())
+        process.stdin.flush()
+        assert next_line(process) == translated(line)
+    process.stdin.write(b"a b")
+    process.stdin.flush()
+    process.send_signal(signal.SIGINT)
+    out, said = process.communicate(timeout=60)
+    assert (process.returncode, out) == (130, b"")
+    assert said == b"attnfast: interrupted; the translations of 3 lines are written\n"
+
+
+def test_a_stream_ends_with_its_reader(stream):
+    process, translated = stream
+    process.stdin.write(b"a b c\ne d\nf")
+    process.stdin.flush()
+    assert next_line(process) == translated("a b c")
+    process.stdout.close()
+    process.stdin.close()
+    assert process.wait(timeout=60) == 0
+    assert process.stderr.read() == b""
+
+
+def test_a_bad_line_of_a_stream_ends_it_after_the_lines_before(files, monkeypatch, capsys):
+    blocks = iter([b"eins\nzwei\n", b"dr\xffei\n"])
+    buffer = type("Buffer", (), {"read1": lambda self, size: next(blocks)})()
+    monkeypatch.setattr(sys, "stdin", type("Stream", (), {"buffer": buffer}))
+    assert main(["translate", str(files / "model.pt"), "--backend=reference"]) == 2
+    out, said = capsys.readouterr()
+    assert out.count("\n") == 2
+    assert said == (
+        "attnfast: standard input, line 3: expected UTF-8 text, got byte 0xff at position 3\n"
+    )
+
+
 def test_the_standard_input_may_be_gzipped(files, tmp_path, monkeypatch):
     outputs = []
     for content in (gzip.compress(b"eins zwei\n"), b"eins zwei\n"):
@@ -301,7 +647,7 @@ def test_an_unreadable_input_is_not_blamed_on_the_output(files, monkeypatch, cap
     class Broken:
         class buffer:
             @staticmethod
-            def read():
+            def read1(size):
                 raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(sys, "stdin", Broken)
@@ -336,19 +682,21 @@ def test_a_translation_as_long_as_allowed_is_said(files):
         with torch.no_grad():
             model.bias[EOS] = -1e4
         said = []
-        options = {"max_length": 3, "max_output_length": 6, "name": "x", "warn": said.append}
-        outputs = evaluate.translate(model, tokenizer, lines, beam, **options)
-        assert [len(x.split()) for x in outputs] == [6, 0, 6] and outputs.limited == [1, 3]
+        options = SearchOptions(beam, max_length=3, max_output_length=6)
+        found = evaluate.translate(model, tokenizer, lines, options, name="x", warn=said.append)
+        assert [len(x.text.split()) for x in found] == [6, 0, 6]
+        assert [x.is_limited for x in found] == [True, False, True]
         assert said == [
             "x, line 1: cut from 4 tokens to the limit of 3",
             "x, line 3: its translation reached the limit of 6 tokens and may lack its end",
             "x, line 1: its translation reached the limit of 6 tokens and may lack its end",
         ]
-        outputs = evaluate.translate(model, tokenizer, lines, beam)
-        assert [len(x.split()) for x in outputs] == [2 * 5 + 9, 0, 2 * 2 + 9]
+        found = evaluate.translate(model, tokenizer, lines, SearchOptions(beam))
+        assert [len(x.text.split()) for x in found] == [2 * 5 + 9, 0, 2 * 2 + 9]
         with torch.no_grad():
             model.bias[EOS] = 1e4
-        assert evaluate.translate(model, tokenizer, lines, beam).limited == []
+        found = evaluate.translate(model, tokenizer, lines, SearchOptions(beam))
+        assert not any(x.is_limited for x in found)
 
 
 def test_long_lines_make_small_batches():

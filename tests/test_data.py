@@ -23,6 +23,7 @@ from attnfast.translate.data import (
     encode_pairs,
     load_tokenizer,
     read_pairs,
+    stream_lines,
 )
 
 pytest.importorskip("sentencepiece")
@@ -66,6 +67,34 @@ def test_lines_end_as_the_file_has_them():
     assert decode_lines(b"a\rb\r", "x") == decode_lines(b"a\r\nb\r\n", "x") == ["a", "b"]
     assert decode_lines(b"a\rb\nc\n", "x") == ["a\rb", "c"]  # aligned files stay aligned
     assert decode_lines(b"\r\r", "x") == ["", ""] and decode_lines(b"", "x") == []
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 99])
+def test_lines_of_a_stream_are_those_of_the_whole(size):
+    texts = ["", "a", "a\n", "a\r\nb\n", "\n\na\n\n", "a\rb\r", "a\nb\rc", "ä\nö", "\ufeffa\nb\n"]
+    compressed = gzip.compress("\n".join(map(str, range(999))).encode())
+    assert b"\n" in compressed
+    for content in (*(text.encode() for text in texts), compressed):
+        for most in (1, 2, 64):
+            file = io.BytesIO(content)
+            parts = list(stream_lines(lambda: file.read(size), "x", most))  # noqa: B023
+            assert [line for part in parts for line in part] == decode_lines(content, "x")
+            assert all(1 <= len(part) <= most for part in parts)
+
+
+def test_lines_of_a_stream_come_at_once():
+    blocks, read = [b"a\nb\nc", b"", b"d\n", b"e", b"\xff\n"], []
+
+    def next_block():
+        read.append(blocks.pop(0) or b"c")
+        return read[-1]
+
+    lines = stream_lines(next_block, "x")
+    assert next(lines) == ["a", "b"] and len(read) == 1
+    assert next(lines) == ["ccd"] and len(read) == 3
+    message = "x, line 4: expected UTF-8 text, got byte 0xff at position 2"
+    with pytest.raises(InputError, match=message):
+        next(lines)
 
 
 def zipped(content):
@@ -189,6 +218,20 @@ def test_tokenizers_come_back_from_their_bytes():
         SubwordTokenizer.train(lines, 9999)
 
 
+def test_tokens_of_ids_and_of_a_source():
+    tokenizer = SubwordTokenizer.train(["eins zwei drei \u2581 a\tb"] * 9, 30)
+    source = "eins 漢字 a\tb"
+    ids, tokens = tokenizer.encode(source), tokenizer.tokens(source)
+    shown = tokenizer.to_tokens(ids)
+    assert [x for x, i in zip(shown, ids) if i != UNK] == [
+        x for x, i in zip(tokens, ids) if i != UNK
+    ]
+    assert UNK in ids and "漢字" in tokens and "漢字" not in shown
+    replaced = [30 + j if i == UNK else i for j, i in enumerate(ids)]
+    assert tokenizer.to_tokens(replaced, tokens) == tokens
+    assert tokenizer.decode(replaced, tokens) == source
+
+
 def test_words_of_a_source_that_the_vocabulary_lacks():
     tokenizer = WordTokenizer.train(["a b a c", "b a d"], vocab_size=6)
     assert tokenizer.content() == b"a\nb"  # the most frequent two
@@ -197,6 +240,7 @@ def test_words_of_a_source_that_the_vocabulary_lacks():
     ids = tokenizer.encode("drei a vier zwei", own)
     assert ids == [7, 4, UNK, 6]
     assert tokenizer.decode([7, 4, 6], own) == "drei a zwei"
+    assert tokenizer.to_tokens([7, 4, 6], own) == ["drei", "a", "zwei"]
     pairs = [("a zwei", "zwei b drei")]
     assert encode_pairs(tokenizer, pairs, 9, copying=True)[0] == [Example([4, 6], [6, 5, UNK])]
     assert encode_pairs(tokenizer, pairs, 9)[0] == [Example([4, UNK], [UNK, 5, UNK])]

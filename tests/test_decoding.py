@@ -322,6 +322,21 @@ def test_drawn_sentences_and_their_scores():
         check_found(first, number, wanted, rules)
 
 
+def test_a_generator_of_each_sentence_makes_its_words_independent_of_the_batch():
+    model, lines = Table(), len(LENGTHS)
+
+    def draw(chosen):
+        generators = [torch.Generator().manual_seed(i) for i in chosen]
+        return sample(model, START[chosen], LENGTHS[chosen], 3, generator=generators).hypotheses()
+
+    together = draw(list(range(lines)))
+    assert [draw([i])[0] for i in range(lines)] == together
+    assert draw(list(range(lines))[::-1]) == together[::-1]
+    assert len({str(x) for several in together for x in several}) > 1
+    nothing = torch.zeros(0, START.shape[1], dtype=torch.long), torch.zeros(0, dtype=torch.long)
+    assert sample(model, *nothing, generator=[]).hypotheses() == []
+
+
 SEARCHES = {
     "greedy": greedy_search,
     "beam": lambda *x, **y: beam_search(*x, beam=3, n_best=2, **y),

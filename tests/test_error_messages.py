@@ -5,7 +5,7 @@ from types import FunctionType
 import pytest
 from calls import made
 from calls_of_models import calls
-from torch import full, inf, nan, nn, ones, rand, randn, tensor, zeros
+from torch import default_generator, full, inf, nan, nn, ones, rand, randn, tensor, zeros
 
 from attnfast import Span, models
 from attnfast import nn as modules
@@ -333,7 +333,10 @@ MESSAGES = {
         ({"temperature": 0.0}, "temperature must be a finite number above 0, got 0.0"),
         ({"top_p": 1.5}, "top_p must be above 0 and at most 1, got 1.5"),
         ({"top_k": -1}, "top_k must be at least 0, got -1"),
-        ({"generator": 3}, "generator must be a torch.Generator or None, got 3")],
+        ({"generator": 3},
+         "generator must be a torch.Generator, one for each sentence, or None, got 3"),
+        ({"generator": [default_generator]},
+         "generator must be one for each of 2 sentences, got 1")],
     "AttentionGRU": [
         ({"query_layer": "first"}, "query_layer must be 'last' with input"),
         ({"recurrence": "attend_first"}, "output_size must be None without input feeding, got 4"),

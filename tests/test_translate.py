@@ -18,7 +18,7 @@ from attnfast.models import sequence_loss
 from attnfast.translate import checkpoint, data, trainer
 from attnfast.translate.cli import main
 from attnfast.translate.data import read_lines
-from attnfast.translate.evaluate import Translations, bleu_by_length, translate
+from attnfast.translate.evaluate import Translation, bleu_by_length, translate
 
 pytest.importorskip("sentencepiece")
 pytest.importorskip("sacrebleu")
@@ -431,9 +431,8 @@ def test_what_the_vocabulary_lacks_is_said(corpus, tmp_path, monkeypatch, capsys
 def test_a_validation_says_how_many_translations_may_lack_their_ends(
     corpus, tmp_path, monkeypatch, capsys
 ):
-    monkeypatch.setattr(
-        trainer, "translate", lambda *_, **__: Translations(["one"] * 20, [1, 4, 5])
-    )
+    found = [Translation([], [], i in (0, 3, 4)) for i in range(20)]
+    monkeypatch.setattr(trainer, "translate", lambda *_, **__: found)
     assert main(command(corpus, tmp_path, "--epochs", "1")) == 0
     said = "3 of 20 translations of the validation set reached their limit of length"
     assert said in capsys.readouterr().err
@@ -558,8 +557,8 @@ def test_translate_keeps_every_line(trained, tmp_path, capsys):
 
     _, model, tokenizer = checkpoint.restore(checkpoint.load(checkpoint_path), "reference")
     sources = read_lines(tmp_path / "in")
-    assert translate(model, tokenizer, sources[:3]) == lines[:3]
-    assert [translate(model, tokenizer, [line])[0] for line in sources] == lines
+    assert [x.text for x in translate(model, tokenizer, sources[:3])] == lines[:3]
+    assert [translate(model, tokenizer, [line])[0].text for line in sources] == lines
     assert translate(model, tokenizer, []) == []
 
 
@@ -569,7 +568,7 @@ def test_translate_reads_and_writes_pipes(trained):
     done = subprocess.run(program, input=b"eins zwei drei\n\n", capture_output=True)
     _, model, tokenizer = checkpoint.restore(checkpoint.load(arguments[1]), "reference")
     (expected,) = translate(model, tokenizer, ["eins zwei drei"])
-    assert (done.returncode, done.stdout.decode()) == (0, f"{expected}\n\n")
+    assert (done.returncode, done.stdout.decode()) == (0, f"{expected.text}\n\n")
     with open("/dev/full", "w") as full:
         done = subprocess.run(program, input=b"eins\n", stdout=full, stderr=subprocess.PIPE)
     assert done.returncode == 2

@@ -183,25 +183,37 @@ def make_constraints(
         raise_type_error("forbidden", "a list of word ids", describe(forbidden))
     if end in forbidden:
         raise InputError(argument_message("forbidden", f"without the end, {end}", list(forbidden)))
-    if max_length is None:
-        limits = getattr(model, "output_limit", output_limit)(lengths).cpu().long()
-    else:
+    if max_length is not None:
         check_count("max_length", max_length)
         if max_length < min_length:
             expected = f"at least min_length, {min_length}"
             raise InputError(argument_message("max_length", expected, max_length))
-        limits = torch.full((B,), max_length + 1)
     if word_mask is not None:
         check_array("word_mask", word_mask, "boolean", ("V",), (B, "V"))
         word_mask = word_mask.view(-1, word_mask.shape[-1])
     table = None
     if prefix is not None:
         table = _prefix_table(prefix, B, max_length, {*forbidden, end})
-        limits = torch.maximum(limits, (table >= 0).sum(-1) + 1)
     return Constraints(
-        limits.clamp_min(min_length + 1), start, end, tuple(forbidden), word_mask, table,
-        min_length, no_repeat_ngram,
+        search_limits(model, lengths, min_length, max_length, prefix), start, end,
+        tuple(forbidden), word_mask, table, min_length, no_repeat_ngram,
     )  # fmt: skip
+
+
+def search_limits(
+    model: Any,
+    lengths: Tensor,
+    min_length: int = 0,
+    max_length: int | None = None,
+    prefix: Sequence[Sequence[int]] | None = None,
+) -> Tensor:
+    """Return the most words of each sentence's hypotheses, the end included, ``[B]`` on the CPU."""
+    if max_length is None:
+        limits = getattr(model, "output_limit", output_limit)(lengths).cpu().long()
+    else:
+        limits = torch.full((len(lengths),), max_length + 1)
+    least = torch.tensor([len(words) + 1 for words in prefix or []] or 1)
+    return torch.maximum(limits, least).clamp_min(min_length + 1)
 
 
 def _prefix_table(

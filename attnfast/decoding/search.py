@@ -226,7 +226,7 @@ def sample(
     temperature: float = 1.0,
     top_k: int = 0,
     top_p: float = 1.0,
-    generator: torch.Generator | None = None,
+    generator: torch.Generator | Sequence[torch.Generator] | None = None,
     min_length: int = 0,
     max_length: int | None = None,
     prefix: Sequence[Sequence[int]] | None = None,
@@ -254,7 +254,8 @@ def sample(
         top_k: the number of most probable words to draw from, 0 for all.
         top_p: above 0 and at most 1.
         generator: of the random numbers; None for PyTorch's own. A search with the same generator
-            state, batch and limits draws the same words.
+            state, batch and limits draws the same words. With a list of generators, one for each
+            sentence, the words do not depend on the batch.
 
     Returns:
         A :class:`SearchOutput` of N translations of each sentence in the order drawn; scores are
@@ -282,20 +283,28 @@ def sample(
         raise_value_error("temperature", "a finite number above 0", describe(temperature))
     if not is_finite(top_p) or not 0 < top_p <= 1:
         raise_value_error("top_p", "above 0 and at most 1", describe(top_p))
-    if not isinstance(generator, (torch.Generator, type(None))):
-        raise_type_error("generator", "a torch.Generator or None", describe(generator))
+    each = isinstance(generator, (list, tuple))
+    generators: list[Any] = list(generator) if each else [generator]  # type: ignore[arg-type]
+    if not all(isinstance(x, (torch.Generator, type(None))) for x in generators):
+        expected = "a torch.Generator, one for each sentence, or None"
+        raise_type_error("generator", expected, describe(generator))
     search = _begin(
         model, source, lengths, scorer, scorer_weight, need_weights, start=start, end=end,
         forbidden=forbidden, word_mask=word_mask, prefix=prefix, min_length=min_length,
         max_length=max_length, no_repeat_ngram=no_repeat_ngram,
     )  # fmt: skip
+    limits = search.limits if each else [max(search.limits, default=0)]
+    if len(generators) != len(limits):
+        expected = f"one for each of {len(limits)} sentences"
+        raise InputError(argument_message("generator", expected, len(generators)))
     record("sampling", "step by step", "no operator draws words")
-    hypotheses = Hypotheses(search, samples)
-    device = source.device
-    numbers = torch.rand(
-        len(hypotheses.words), max(search.limits, default=0), dtype=torch.float64,
-        generator=generator, device=device if generator is None else generator.device,
-    ).to(device)  # fmt: skip
+    hypotheses, device = Hypotheses(search, samples), source.device
+    numbers = torch.zeros(len(hypotheses.words), max(limits, default=0), dtype=torch.float64)
+    numbers = numbers.to(device)
+    for part, limit, x in zip(numbers.tensor_split(len(limits) or 1), limits, generators):
+        part[:, :limit] = torch.rand(
+            len(part), limit, dtype=torch.float64, generator=x, device=x.device if x else device
+        )
 
     def choose(log_probs: Tensor, t: int) -> Tensor:
         return draw_words(log_probs / temperature, numbers[:, t], top_k, top_p)

@@ -1,7 +1,8 @@
 """The command line: ``attnfast train``, ``translate``, ``score``, ``inspect``, ``demo``, ``info``.
 
 An option of ``train`` is a field ``setting(…)``: of ``models.Config`` if it is a model's, of
-``translate.trainer.Options`` if it is training's. Options for files are in ``_parser``.
+``translate.trainer.Options`` if it is training's. One of ``translate`` or ``score`` is a field of
+``translate.evaluate.SearchOptions``. Options for files are in ``_parser``.
 
 Bad input ends in one sentence on the standard error and exit status 2; Ctrl-C and SIGTERM in one
 sentence and 128 more than the signal's number: 130 and 143.
@@ -12,9 +13,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.metadata
+import json
+import math
 import platform
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -29,8 +33,9 @@ from attnfast._utils.signals import Interrupted
 from attnfast.ops.backends import BACKENDS, unsupported_reason
 
 if TYPE_CHECKING:
-    from attnfast.models import Config
+    from attnfast.models import Config, Seq2Seq
     from attnfast.translate.data import Links, Tokenizer
+    from attnfast.translate.evaluate import SearchOptions, Translation
     from attnfast.translate.trainer import Options
 
 T = TypeVar("T")
@@ -179,37 +184,63 @@ def _train(
     log(f"best BLEU {best['bleu']:.2f} after epoch {best['epoch']}: {directory / 'best.pt'}")
 
 
-def _load(args: argparse.Namespace):
+def _load(args: argparse.Namespace) -> tuple[Seq2Seq, Tokenizer]:
     from attnfast.translate import checkpoint
 
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
     device = _device(args.device, args.backend)
     state = checkpoint.load(args.checkpoint)
     _, model, tokenizer = checkpoint.restore(state, args.backend, args.checkpoint)
     return model.to(device), tokenizer
 
 
-def _translate(args: argparse.Namespace, lines: Sequence[str], name: str) -> list[str]:
+def _translate(
+    model: Seq2Seq,
+    tokenizer: Tokenizer,
+    options: SearchOptions,
+    lines: Sequence[str],
+    name: str,
+    prefixes: Sequence[str] | None = None,
+) -> list[Translation]:
+    """Translate all lines of a text, with a progress bar."""
     from attnfast.translate.evaluate import translate as translate_lines
 
-    model, tokenizer = _load(args)
     with Progress("translating", sum(map(bool, lines)), "sentence") as progress:
         return translate_lines(
-            model,
-            tokenizer,
-            lines,
-            args.beam,
-            args.max_length,
-            max_output_length=args.max_output_length,
-            name=name,
-            warn=log,
-            progress=progress,
+            model, tokenizer, lines, options, prefixes, name=name, warn=log, progress=progress
         )
 
 
+def _translate_stream(
+    model: Seq2Seq,
+    tokenizer: Tokenizer,
+    options: SearchOptions,
+    to_text: Callable[[str, Translation], str],
+) -> None:
+    """Translate the lines of the standard input as they come, and write them at once."""
+    from attnfast.translate.data import stream_lines
+    from attnfast.translate.evaluate import translate as translate_lines
+
+    name, done = "standard input", 0
+    try:
+        for lines in stream_lines(_read_input, name, options.batch_size):
+            found = translate_lines(
+                model, tokenizer, lines, options, name=name, first=done + 1, warn=log
+            )
+            sys.stdout.buffer.write("".join(map(to_text, lines, found)).encode())
+            sys.stdout.buffer.flush()
+            done += len(lines)
+    except Interrupted as stop:
+        text = f"interrupted; the translations of {done} lines are written"
+        raise Interrupted(stop.number, text) from None
+
+
 def _read_input() -> bytes:
+    """Return the bytes of the standard input that have come, or wait for some; none at its end."""
     try:
         if sys.stdin is not None:
-            return sys.stdin.buffer.read()
+            return sys.stdin.buffer.read1(2**16)  # type: ignore[union-attr]
         detail = "it is closed"
     except OSError as error:
         detail = reason(error)
@@ -221,20 +252,56 @@ def _check_output() -> None:
         raise InputError("cannot write the standard output: it is closed")
 
 
+def _to_text(n_best: int, line: str, translation: Translation) -> str:
+    """Return ``n_best`` lines, empty ones if there are fewer translations."""
+    texts = [x.text for x in translation.hypotheses]
+    return "".join(f"{x}\n" for x in [*texts, *[""] * (n_best - len(texts))])
+
+
+def _to_json(line: str, translation: Translation) -> str:
+    """Return an object in one line, with scores of six decimals."""
+
+    def rounded(x: float) -> float | None:
+        return round(x, 6) if math.isfinite(x) else None
+
+    hypotheses = [
+        {name: x for name, x in each._asdict().items() if x is not None}
+        | {"score": rounded(each.score), "token_scores": list(map(rounded, each.token_scores))}
+        for each in translation.hypotheses
+    ]
+    found = {"source": line, "source_tokens": translation.source_tokens, "hypotheses": hypotheses}
+    return json.dumps(found, ensure_ascii=False, allow_nan=False) + "\n"
+
+
 def translate(args: argparse.Namespace) -> None:
-    """Translate a file or the standard input, line by line."""
+    """Translate a file, or the standard input line by line."""
     from attnfast.translate.checkpoint import check_file, write_atomically
     from attnfast.translate.data import decode_lines, read_lines
+    from attnfast.translate.evaluate import SearchOptions
 
+    options = _read_settings(SearchOptions, args)
+    if options.alignments and args.format != "json":
+        raise InputError(f"--alignments: expected --format json, got {args.format}")
+    to_text = _to_json if args.format == "json" else partial(_to_text, options.n_best)
     if args.output is None:
         _check_output()
     else:
         check_file(Path(args.output))  # fail now instead of later
+    if args.input is args.output is args.prefix is None:
+        _translate_stream(*_load(args), options, to_text)
+        return
+    prefixes = None if args.prefix is None else read_lines(args.prefix)
     if args.input is None:
-        name, lines = "standard input", decode_lines(_read_input(), "standard input")
+        name = "standard input"
+        lines = decode_lines(b"".join(iter(_read_input, b"")), name)
     else:
         name, lines = args.input, read_lines(args.input)
-    text = "".join(line + "\n" for line in _translate(args, lines, name)).encode()
+    if prefixes is not None and len(prefixes) != len(lines):
+        raise InputError(
+            f"{args.prefix}: expected {len(lines)} lines, as in {name}, got {len(prefixes)}"
+        )
+    found = _translate(*_load(args), options, lines, name, prefixes)
+    text = "".join(map(to_text, lines, found)).encode()
     if args.output is not None:
         write_atomically(Path(args.output), text)
     else:
@@ -244,12 +311,13 @@ def translate(args: argparse.Namespace) -> None:
 def score(args: argparse.Namespace) -> None:
     """Translate a file and print its BLEU, overall and by length of the source."""
     from attnfast.translate.data import read_pairs
-    from attnfast.translate.evaluate import bleu, bleu_by_length
+    from attnfast.translate.evaluate import SearchOptions, bleu, bleu_by_length
 
     optional("sacrebleu", "attnfast score")
     _check_output()
     sources, references = zip(*read_pairs(args.source, args.target))
-    outputs = _translate(args, sources, args.source)
+    options = _read_settings(SearchOptions, args)
+    outputs = [x.text for x in _translate(*_load(args), options, sources, args.source)]
     total, signature = bleu(outputs, references)
     print(f"BLEU {total:.2f} on {len(sources)} sentences, beam {args.beam}")
     print(signature)
@@ -264,7 +332,7 @@ def inspect(args: argparse.Namespace) -> None:
     from attnfast.translate import inspect_report
     from attnfast.translate.checkpoint import check_file, write_atomically
     from attnfast.translate.data import read_alignments, read_lines, read_pairs
-    from attnfast.translate.evaluate import translate as translate_lines
+    from attnfast.translate.evaluate import SearchOptions
 
     _check_output()
     check_file(Path(args.html))
@@ -278,12 +346,9 @@ def inspect(args: argparse.Namespace) -> None:
         raise InputError(f"{args.checkpoint}: expected a model that attends, got one without")
     if args.target is None:
         sources = read_lines(args.source)
-        with Progress("translating", sum(map(bool, sources)), "sentence") as progress:
-            targets = translate_lines(
-                model, tokenizer, sources, 1, args.max_length, name=args.source, warn=log,
-                progress=progress,
-            )  # fmt: skip
-        pairs = list(zip(sources, targets))
+        options = SearchOptions(beam=1, max_length=args.max_length)
+        targets = _translate(model, tokenizer, options, sources, args.source)
+        pairs = [(source, x.text) for source, x in zip(sources, targets)]
     else:
         pairs = read_pairs(args.source, args.target)
     links = None if args.alignments is None else read_alignments(args.alignments, pairs)
@@ -347,6 +412,13 @@ def integer(text: str) -> int:
         raise argparse.ArgumentTypeError(expected) from None
 
 
+def positive(text: str) -> int:
+    """Read an integer of at least 1."""
+    if integer(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected at least 1, got {describe(integer(text))}")
+    return integer(text)
+
+
 #: How the types of settings are read.
 READERS: dict[str, Callable[[str], Any]] = {"int": integer, "float": float, "str": str}
 
@@ -380,6 +452,7 @@ def _read_settings(cls: Callable[..., T], args: argparse.Namespace) -> T:
 def _parser() -> Parser:
     from attnfast.models import Config
     from attnfast.translate.data import FORMS
+    from attnfast.translate.evaluate import SearchOptions
     from attnfast.translate.trainer import MEASURED, Options
 
     parser = Parser(prog="attnfast", description="Fused attention for RNN seq2seq")
@@ -405,17 +478,14 @@ def _parser() -> Parser:
     def add_checkpoint(sub: argparse.ArgumentParser) -> None:
         sub.add_argument("checkpoint", help="best.pt or last.pt of attnfast train")
 
+    def add_threads(sub: argparse.ArgumentParser) -> None:
+        text = "threads of the CPU to compute with; unless given, PyTorch's choice"
+        sub.add_argument("--threads", type=positive, help=text)
+
     def add_device(sub: argparse.ArgumentParser) -> None:
         text = "backend that runs the operators; the fastest unless given"
         sub.add_argument("--backend", choices=list(BACKENDS), help=text)
         sub.add_argument("--device", help="cpu or cuda; unless given, a GPU if there is one")
-
-    def add_search(sub: argparse.ArgumentParser) -> None:
-        add_integer(sub, "--beam", "hypotheses of the beam search; 1 is greedy", 5)
-        text = "tokens to which longer sources are truncated; unlimited unless given"
-        add_integer(sub, "--max-length", text)
-        text = "tokens allowed in a translation; unless given, training pairs set the limit"
-        add_integer(sub, "--max-output-length", text)
 
     sub = command(train)
     group = sub.add_argument_group("data")
@@ -444,15 +514,21 @@ def _parser() -> Parser:
     sub = command(translate)
     add_checkpoint(sub)
     add_file(sub, "--input", "sentences, one per line; the standard input unless given")
-    add_file(sub, "--output", "translations, one per line; the standard output unless given")
-    add_search(sub)
+    add_file(sub, "--output", "translations; the standard output unless given")
+    add_file(sub, "--prefix", "beginnings of the translations, one per line; they may be empty")
+    text = "lines of text, the n best of a sentence one after another, or an object per line"
+    sub.add_argument("--format", choices=("text", "json"), default="text", help=text)
+    _add_settings(sub.add_argument_group("search"), SearchOptions)
+    add_threads(sub)
     add_device(sub)
 
     sub = command(score)
     add_checkpoint(sub)
     add_file(sub, "--source", "sentences to translate, one per line", required=True)
     add_file(sub, "--target", "their reference translations, one per line", required=True)
-    add_search(sub)
+    drawing = ("n_best", "sample", "temperature", "top_k", "top_p", "seed")
+    _add_settings(sub.add_argument_group("search"), SearchOptions, (*drawing, "alignments"))
+    add_threads(sub)
     add_device(sub)
 
     sub = command(inspect)
@@ -464,6 +540,7 @@ def _parser() -> Parser:
     text = "tokens of the longest side of a pair; longer pairs are skipped"
     add_integer(sub, "--max-length", text, 256)
     add_integer(sub, "--max-sentences", "sentences on the page, the most suspicious first", 200)
+    add_threads(sub)
     add_device(sub)
 
     sub = command(demo)

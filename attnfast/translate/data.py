@@ -12,7 +12,7 @@ import re
 import unicodedata
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -22,6 +22,8 @@ from torch import Tensor
 from attnfast._utils.checks import InputError, check_choice, optional, reason
 from attnfast.models import BOS, EOS, PAD, UNK
 
+#: First bytes of a gzip file.
+GZIP = b"\x1f\x8b"
 #: First bytes of compressed files that are not read.
 FOREIGN = {
     "bzip2": rb"BZh[1-9](1AY&SY|\x17rE8P\x90)",
@@ -41,7 +43,7 @@ def decode_lines(content: bytes, name: str) -> list[str]:
         InputError: a broken gzip file, another compressed file, or bytes that are not UTF-8, whose
             line it names.
     """
-    if content.startswith(b"\x1f\x8b"):
+    if content.startswith(GZIP):
         try:
             content = gzip.decompress(content)
         except (EOFError, OSError, zlib.error) as error:
@@ -51,18 +53,58 @@ def decode_lines(content: bytes, name: str) -> list[str]:
     for kind, start in FOREIGN.items():
         if re.match(start, content):
             raise InputError(f"{name}: expected plain or gzipped text, got a {kind} file")
-    lines = []
     content = content.removeprefix(codecs.BOM_UTF8)
     end = b"\r" if b"\n" not in content and b"\r" in content else b"\n"
-    for number, line in enumerate(content.removesuffix(end).split(end), 1):
-        try:
-            lines.append(line.decode().strip())
-        except UnicodeDecodeError as error:
-            raise InputError(
-                f"{name}, line {number}: expected UTF-8 text, "
-                f"got byte 0x{line[error.start]:02x} at position {error.start + 1}"
-            ) from error
-    return lines if content else []
+    lines = content.removesuffix(end).split(end) if content else []
+    return [_decode(line, name, number) for number, line in enumerate(lines, 1)]
+
+
+def _decode(line: bytes, name: str, number: int) -> str:
+    try:
+        return line.decode().strip()
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"{name}, line {number}: expected UTF-8 text, "
+            f"got byte 0x{line[error.start]:02x} at position {error.start + 1}"
+        ) from error
+
+
+def stream_lines(read: Callable[[], bytes], name: str, batch_size: int = 64) -> Iterator[list[str]]:
+    r"""Yield the lines of :func:`decode_lines` as they come, up to ``batch_size`` at a time.
+
+    Gzipped text, and text without any ``\n``, is read to its end first.
+
+    Args:
+        read: returns bytes, at least one, as soon as there are some; none at the end.
+        name: as in :func:`decode_lines`.
+
+    Raises:
+        InputError: as :func:`decode_lines`, once the wrong line has come.
+    """
+    number = 1
+    for part in _whole_lines(read):
+        if number == 1:
+            lines = decode_lines(part, name)
+        else:
+            every = part.removesuffix(b"\n").split(b"\n")
+            lines = [_decode(line, name, number + i) for i, line in enumerate(every)]
+        number += len(lines)
+        for i in range(0, len(lines), batch_size):
+            yield lines[i : i + batch_size]
+
+
+def _whole_lines(read: Callable[[], bytes]) -> Iterator[bytes]:
+    """Yield what has come up to its last end of a line; gzipped content whole."""
+    content, is_first = bytearray(), True
+    while block := read():
+        content += block
+        if b"\n" in block and not (is_first and content.startswith(GZIP)):
+            end = content.rfind(b"\n") + 1
+            yield bytes(content[:end])
+            del content[:end]
+            is_first = False
+    if content:
+        yield bytes(content)
 
 
 def read_lines(path: str | Path) -> list[str]:
@@ -151,7 +193,13 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str, own: Sequence[str] = ()) -> list[int]: ...
 
-    def decode(self, ids: Sequence[int], own: Sequence[str] = ()) -> str: ...
+    def decode(self, ids: Sequence[int], own: Sequence[str] = ()) -> str:
+        """Return the text of ids; those from V on are the tokens ``own``."""
+        ...
+
+    def to_tokens(self, ids: Sequence[int], own: Sequence[str] = ()) -> list[str]:
+        """Return the tokens of ids as readable strings; those from V on are the tokens ``own``."""
+        ...
 
     def lacking(self, texts: Iterable[str]) -> Counter[str]:
         """Count the parts of the texts that do not come back from their ids."""
@@ -274,7 +322,15 @@ class SubwordTokenizer:
         return self._processor.encode(self._prepared(text))
 
     def decode(self, ids: Sequence[int], own: Sequence[str] = ()) -> str:
-        return self._processor.decode(list(ids)).translate(self._restored)
+        pieces = self._pieces(ids, own) if own else list(ids)
+        return self._processor.decode(pieces).translate(self._restored)
+
+    def _pieces(self, ids: Sequence[int], own: Sequence[str]) -> list[str]:
+        V = self.vocab_size
+        return [self._processor.id_to_piece(i) if i < V else own[i - V] for i in ids]
+
+    def to_tokens(self, ids: Sequence[int], own: Sequence[str] = ()) -> list[str]:
+        return [piece.translate(self._restored) for piece in self._pieces(ids, own)]
 
     def lacking(self, texts: Iterable[str]) -> Counter[str]:
         counts: Counter[str] = Counter()
@@ -343,8 +399,11 @@ class WordTokenizer:
         return [self._ids.get(word, extra.get(word, UNK)) for word in text.split()]
 
     def decode(self, ids: Sequence[int], own: Sequence[str] = ()) -> str:
-        words = [*self._words, *own] if own else self._words
-        return " ".join(words[i - 4] for i in ids)
+        return " ".join(self.to_tokens(ids, own))
+
+    def to_tokens(self, ids: Sequence[int], own: Sequence[str] = ()) -> list[str]:
+        V = self.vocab_size
+        return [self._words[i - 4] if i < V else own[i - V] for i in ids]
 
     def lacking(self, texts: Iterable[str]) -> Counter[str]:
         counts = Counter(word for text in texts for word in text.split())

@@ -28,7 +28,13 @@ from attnfast.translate.data import (
     collate,
     encode_pairs,
 )
-from attnfast.translate.evaluate import alignment, bleu, bleu_by_length, translate
+from attnfast.translate.evaluate import (
+    SearchOptions,
+    alignment,
+    bleu,
+    bleu_by_length,
+    translate,
+)
 from attnfast.translate.toy_grammar import ADVERBS, Pair, corpus
 from attnfast.translate.trainer import Options, make_optimizer, train_step
 
@@ -278,7 +284,11 @@ def run(
     }
     train(learners, groups, options)
     sources = [source for source, _ in test]
-    outputs = {name: translate(x.model, tokenizer, sources, 1) for name, x in learners.items()}
+    greedy = SearchOptions(beam=1)
+    outputs = {
+        name: [y.text for y in translate(x.model, tokenizer, sources, greedy)]
+        for name, x in learners.items()
+    }
     result = evaluate(learners, groups, options, test, outputs)
     print(table(result), flush=True)
     pictures = {

@@ -22,7 +22,7 @@ from attnfast.losses import alignment_loss
 from attnfast.models import PAD, Config, Seq2Seq, sequence_loss
 from attnfast.translate import checkpoint
 from attnfast.translate.data import Batch, Example, Tokenizer, batches, collate
-from attnfast.translate.evaluate import bleu, translate
+from attnfast.translate.evaluate import SearchOptions, bleu, translate
 
 #: The settings of a model that a trainer sets, to the lengths of its pairs.
 MEASURED = ("length_ratio", "longest_target")
@@ -409,13 +409,15 @@ class Trainer:
             log = AttentionLog()
             loss = validation_loss(self.model, groups, done, log)
             loss = self._finite(loss, "validation loss")
-            outputs = translate(self.model, self.tokenizer, sources, beam=1, progress=done)
-        if outputs.limited:
+            greedy = SearchOptions(beam=1)
+            found = translate(self.model, self.tokenizer, sources, greedy, progress=done)
+        limited = sum(x.is_limited for x in found)
+        if limited:
             report(
-                f"{len(outputs.limited)} of {len(outputs)} translations of the validation set "
+                f"{limited} of {len(found)} translations of the validation set "
                 "reached their limit of length and may lack their ends"
             )
-        score, _ = bleu(outputs, references)
+        score, _ = bleu([x.text for x in found], references)
         return {
             "epoch": self.epoch + 1,
             "loss": self.loss_sum / self.steps,
