@@ -23,7 +23,7 @@ class SearchOutput(NamedTuple):
         scores: ``[B, N]``, by which hypotheses are sorted; −∞ if one could not end.
         finished: ``[B, N]``, True if the end is the last word. Without it, no word could follow.
         word_scores: the score of each word, ``[B, N, T]``, 0 after the end: its log-probability, or
-            the combination with a scorer's. None if an operator searched.
+            the combination with a scorer's.
         weights: attention weights ``[B, N, T, Tk]``, 0 after the end, if requested, else None.
 
     Example:
@@ -39,7 +39,7 @@ class SearchOutput(NamedTuple):
     lengths: Tensor
     scores: Tensor
     finished: Tensor
-    word_scores: Tensor | None = None
+    word_scores: Tensor
     weights: Tensor | None = None
 
     @property

@@ -295,7 +295,6 @@ def _collect(
     options: SearchOptions,
 ) -> list[Translation]:
     """Return the translations of a batch as text."""
-    assert found.word_scores is not None
     V, translations = tokenizer.vocab_size, []
     copies = model.pointer is not None or options.replace_unknown
     scores, word_scores = found.scores.tolist(), found.word_scores.tolist()
