@@ -1631,7 +1631,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         "add_bias": [("lanes_within<C>(word, a.end, a.V)", "lanes_within<C>(word, 0, a.V)")],
         "score": [
             ("x[r * P + a.end % P]", "x[r * P]"),
-            ("if (best[r].n < 2 * K) best[r].at[best[r].n].word = -1;", ""),
+            ("if (best[r].n < K) best[r].at[best[r].n].word = -1;", ""),
         ],
         "choose": [
             ("t + 1 >= a.limits[s]", "t >= a.limits[s]"),

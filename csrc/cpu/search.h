@@ -76,7 +76,7 @@ struct SearchRoom {
   Panels<C> of_state, of_context, of_input;  // of the readout
   Panels<C> vocabulary;
   int64_t panels_at_a_time;         // of the vocabulary, in one item
-  Candidate<C>* candidates;         // [rows, groups, 2 K]
+  Candidate<C>* candidates;         // [rows, groups, K], without the end
   Mass<C>* masses;                  // [rows, groups]
   C* of_end;                        // [rows]: the logit of the end
   C* totals;                        // [B, K]: the scores of the hypotheses, by sentence
@@ -108,7 +108,7 @@ struct SearchRoom {
       out = reinterpret_cast<T*>(room.take(parts(n * sizeof(T), sizeof(C))));
     };
     const Forward& of = step.attention;
-    take(candidates, rows * groups() * 2 * K);
+    take(candidates, rows * groups() * K);
     take(masses, rows * groups());
     take(of_end, rows);
     take(totals, rows);
@@ -265,7 +265,7 @@ class BeamSearch {
     for (int64_t r = 0; r < block.rows; ++r) {
       lanes[r] = {splat((C)-__builtin_inf()), Vec<C>{}};
       const int64_t place = (block.b + r) * groups + block.panel;
-      best[r] = {room.candidates + place * 2 * K, 2 * K, 0};
+      best[r] = {room.candidates + place * K, K, 0};
     }
     for (int64_t panel = first; panel < last; ++panel) {
       alignas(64) C x[kMostBatch * P];
@@ -285,7 +285,7 @@ class BeamSearch {
     for (int64_t r = 0; r < block.rows; ++r) {
       const int64_t place = (block.b + r) * groups + block.panel;
       room.masses[place] = lanes[r].mass();
-      if (best[r].n < 2 * K) best[r].at[best[r].n].word = -1;  // no more
+      if (best[r].n < K) best[r].at[best[r].n].word = -1;  // no more
     }
   }
 
@@ -359,8 +359,8 @@ class BeamSearch {
       add(a.end, room.of_end[r]);
       if (must_end) continue;
       for (int64_t group = 0; group < groups; ++group) {
-        const Candidate<C>* const found = room.candidates + (r * groups + group) * 2 * K;
-        for (int64_t j = 0; j < 2 * K && found[j].word >= 0; ++j) add(found[j].word, found[j].score);
+        const Candidate<C>* const found = room.candidates + (r * groups + group) * K;
+        for (int64_t j = 0; j < K && found[j].word >= 0; ++j) add(found[j].word, found[j].score);
       }
     }
     continue_beam(s, t, best);
