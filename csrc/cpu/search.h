@@ -322,7 +322,7 @@ class BeamSearch {
       Vec<C> now = largest;
       for (int64_t c = 0; c < P; c += Vector<C>::width) {
         const Vec<C> logits = load(x + c);
-        now = ~(logits <= now) & (now == now) ? logits : now;  // NaN stays
+        now = (~(logits <= now) & (now == now)) ? logits : now;  // NaN stays
       }
       sum *= exp_from(largest, now);
       largest = now;
