@@ -72,7 +72,9 @@ def replace(model: nn.Module, *, strict: bool = False) -> Report:
     queries and sources of different batch sizes or a mask of another shape, within ``torch.func``
     and forward mode, while TorchScript or ONNX trace a graph, and while inner layers have hooks or
     a class other than the one compared. For a supported decoder class all target steps run as one
-    call; otherwise only its attention is replaced.
+    call, or, where no operator computes them, its own loop runs, and on a CPU the gradients of the
+    loop's weights are computed after the loop's backward, each in one product. In any other decoder
+    only the attention is replaced.
 
     Keys are projected, and their memory prepared, once per source, as long as calls pass the same
     tensors, unchanged. On a CPU every modification of a source is detected, also through NumPy

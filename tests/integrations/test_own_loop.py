@@ -64,7 +64,7 @@ def test_inputs_of_three_axes():
 
 
 def test_several_backwards():
-    """Of one graph; of a part of it; and of an input alone, which leaves nothing behind."""
+    """Backward passes through one graph, through a part of it, and to its input alone."""
 
     def use(y, leaves):
         def grad(y, of):
