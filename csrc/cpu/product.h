@@ -131,6 +131,8 @@ void gemm_small_rows(const C* p, int64_t p_row, int64_t p_col, int64_t rows, int
   };
   int64_t r = 0;
   for (; r + R <= rows; r += R) run(gemm_small_tile<R, weights, more, C, O>, r);
+  if constexpr (more)  // a beam of five
+    for (; r + 5 <= rows; r += 5) run(gemm_small_tile<5, weights, more, C, O>, r);
   for (; r + 3 <= rows; r += 3) run(gemm_small_tile<3, weights, more, C, O>, r);
   for (; r < rows; ++r) run(gemm_small_tile<1, weights, more, C, O>, r);
 }

@@ -180,9 +180,15 @@ inline void sums(const Vec<float> (&x)[4], float* out) {
 
 template <class C>
 static inline bool any(Flags<C> x) {
+#if defined(__AVX512F__)
+  return _mm512_test_epi32_mask((__m512i)x, (__m512i)x);
+#elif defined(__AVX2__)
+  return !_mm256_testz_si256((__m256i)x, (__m256i)x);
+#else
   bool found = false;
   for (int i = 0; i < Vector<C>::width; ++i) found |= x[i] != 0;
   return found;
+#endif
 }
 
 template <class C>
