@@ -106,16 +106,35 @@ Cell cell_of(const std::string& mode) {
   throw std::runtime_error("mode must be tanh, gru or lstm, got " + mode);
 }
 
+// Tensors of all layers of a stack, or of one layer.
+struct StackChecker : ArgumentChecker {
+  bool stacked = false;  // there are layers above the first
+  int64_t layers = 1;
+  using ArgumentChecker::ArgumentChecker;
+
+  // With several layers, these sizes for each layer; else exactly these sizes.
+  bool layered(const Tensor& x, Types types, Sizes wanted) const {
+    const bool all = !stacked || (x.dim() > 0 && x.size(0) == layers);
+    return all && placed(x, types) && ends(x, stacked, wanted, false);
+  }
+  bool layered(const Optional& x, Types types, Sizes wanted) const {
+    return !x || layered(*x, types, wanted);
+  }
+
+  static bool bytes(const Optional& x) {
+    return !x || (x->scalar_type() == ScalarType::Byte && x->dim() == 1 && x->is_cpu());
+  }
+};
+
 // The sizes of a layer; T is 1 if there are no inputs.
-struct LayerChecker : ArgumentChecker, FilterSizes {
+struct LayerChecker : StackChecker, FilterSizes {
   ScalarType of_weights;
-  bool stacked = false;      // there are layers above the first
   bool has_queries = false;  // the queries are not the states of their own steps
-  int64_t layers = 1, T = 1, E = 0, H = 0, G, F = 0, output_dim = 0, Tk = 0, A = 0, Dv = 0;
+  int64_t T = 1, E = 0, H = 0, G, F = 0, output_dim = 0, Tk = 0, A = 0, Dv = 0;
 
   template <class Arguments>
   explicit LayerChecker(const Arguments& given)
-      : ArgumentChecker(Arguments::kOperator, given.hidden), FilterSizes(given, *this),
+      : StackChecker(Arguments::kOperator, given.hidden), FilterSizes(given, *this),
         of_weights(given.weight_ih.scalar_type()), G(gates_of(cell_of(given.mode))) {
     const bool narrow = of_weights == ScalarType::BFloat16 && dtype == ScalarType::Float;
     check(of_weights == dtype || (narrow && weights_may_be_narrow()), "weight_ih");
@@ -189,10 +208,6 @@ struct LayerChecker : ArgumentChecker, FilterSizes {
                   sizes(x, ScalarType::Float, {B, 1, Tk, width}));
   }
 
-  static bool bytes(const Optional& x) {
-    return !x || (x->scalar_type() == ScalarType::Byte && x->dim() == 1 && x->is_cpu());
-  }
-
   bool spans(const Optional& x) const {
     return !x || (placed(*x, ScalarType::Long) && begins(*x, true) && ends(*x, lead, {T, 2}, false));
   }
@@ -204,14 +219,6 @@ struct LayerChecker : ArgumentChecker, FilterSizes {
     else return normalises(normalisation);
   }
 
-  // With several layers, these sizes for each layer; else exactly these sizes.
-  bool layered(const Tensor& x, Types types, Sizes wanted) const {
-    const bool all = !stacked || (x.dim() > 0 && x.size(0) == layers);
-    return all && placed(x, types) && ends(x, stacked, wanted, false);
-  }
-  bool layered(const Optional& x, Types types, Sizes wanted) const {
-    return !x || layered(*x, types, wanted);
-  }
   bool of_layers(const Optional& x, bool exists, int64_t columns) const {
     return !x || (exists ? layered(*x, dtype, {B, T, columns}) : sizes(*x, dtype, {0}));
   }
@@ -269,7 +276,8 @@ View result_of(const Optional& x, KeepAlive& keep, bool stacked = false) {
 
 template <class Arguments>
 void put_weights(const Arguments& given, Layer& a, KeepAlive& keep) {
-  a.narrow = given.weight_ih.scalar_type() == ScalarType::BFloat16 && multiplies_narrow();
+  if constexpr (requires { given.int8; }) a.int8 = given.int8;
+  a.narrow = given.weight_ih.scalar_type() == ScalarType::BFloat16 && multiplies_narrow() && !a.int8;
   a.weight_ih = weight_of(given.weight_ih, a.narrow, keep);
   a.weight_hh = weight_of(given.weight_hh, a.narrow, keep);
   a.weight_query = weight_of(given.weight_query, a.narrow, keep);

@@ -14,6 +14,7 @@ struct Layer {
   Dtype dtype;
   Cell cell;
   bool narrow;  // CPU: the weights are bfloat16, and products take bfloat16 factors
+  bool int8;    // CPU, a search: products take 8-bit factors
   bool attends, attends_first;
   int64_t layers;  // each reads the states of the one below; the last one's states are the queries
   // F: features fed to a step; output_dim: features of an attentional vector, else 0

@@ -78,7 +78,7 @@ def translators() -> Table:
         "model": model, "min_length": 1, "max_length": 3, "prefix": [[5], [6]],
         "no_repeat_ngram": 2, "word_mask": torch.ones(V, dtype=torch.bool),
         "forbidden": [0, 1, 2], "start": models.BOS, "end": models.EOS, "scorer": None,
-        "scorer_weight": 0.5, "need_weights": True,
+        "scorer_weight": 0.5, "need_weights": True, "int8": False,
     }  # fmt: skip
     penalties = {"length_penalty": 1.0, "coverage_penalty": 0.5, "length_bonus": 0.5}
     draws = {"temperature": 0.5, "top_k": 3, "top_p": 0.9, "generator": torch.Generator()}

@@ -11,7 +11,6 @@ from attention_cases import CPU, DEVICE
 from test_recurrent import Case, as_bfloat16, doubled, refusal
 from test_recurrent import call as layer_call
 from torch import Tensor
-from torch.nn import functional as F
 
 from attnfast._utils.checks import InputError
 from attnfast.decoding import beam_search, greedy_search, search
@@ -141,30 +140,63 @@ def test_fuzz(seed, backend):
         judge(draw.choice(KINDS), case, backend, V=4 + size(9, 700), R=size(9, 70), **options)
 
 
+def scores_after(args: SearchInputs, words: Tensor) -> Tensor:
+    """Return the oracle's log-probabilities ``[B, T, V]`` of each word after ``words [B, T]``."""
+    exact = doubled(args)
+    read = torch.cat([torch.full((len(words), 1), args.begin), words[:, :-1]], 1)
+    inputs = exact.embedding[read] * exact.embedding_scale
+    made = reference.recurrent(layer_of(exact, inputs), args.int8)
+    states = made.states if made.states.dim() == 3 else made.states[-1]
+    rows, product = made.attentional, partial(reference.product, int8=args.int8)
+    if exact.weight_readout is not None:
+        joined = [states, made.contexts, inputs]
+        rows = product(joined, exact.weight_readout, exact.bias_readout).tanh()
+    logits = product([rows], exact.weight_vocab, exact.bias_vocab)
+    return logits.index_fill(-1, torch.arange(args.end), -math.inf).log_softmax(-1)
+
+
+def losses(args: SearchInputs, backend: str) -> tuple[Tensor, Tensor]:
+    """Return what each word found lacks to the best, and the error of its score."""
+    found, T = SEARCH(backend, args), args.most
+    words = found.words[:, 0].masked_fill(torch.arange(T) >= found.lengths, args.end)
+    scores = scores_after(args, words)
+    own = scores.gather(-1, words.unsqueeze(-1)).squeeze(-1)
+    exists = torch.arange(T) < found.lengths
+    chosen = exists & (torch.arange(T) < args.limits[:, None] - 1)
+    return (scores.amax(-1) - own)[chosen], (own - found.word_scores[:, 0])[exists].abs()
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_weights_of_bfloat16(kind):
+def test_weights_of_bfloat16(kind, backend):
     """Every word is the best of those that may follow the words before it, but for rounding."""
-    served("cpu")
+    served(backend)
     for mode, sizes in (("gru", (7, 5, 10)), ("lstm", (40, 33, 70))):
         B, E, H = sizes
         case = Case(mode, None, "tanh", B, 12, E, H, terms=TERMS, seed=B)
         args = as_bfloat16(call(kind, case, V=300), WEIGHTS)
-        found, exact = SEARCH("cpu", args), doubled(args)
-        words = found.words[:, 0].masked_fill(torch.arange(12) >= found.lengths, args.end)
-        read = torch.cat([torch.full((B, 1), args.begin), words[:, :-1]], 1)
-        inputs = exact.embedding[read] * exact.embedding_scale
-        made = reference.recurrent(layer_of(exact, inputs))
-        outputs = made.attentional
-        if exact.weight_readout is not None:
-            joined = torch.cat([made.states, made.contexts, inputs], -1)
-            outputs = F.linear(joined, exact.weight_readout, exact.bias_readout).tanh()
-        scores = F.linear(outputs, exact.weight_vocab, exact.bias_vocab)[..., args.end :]
-        lost = scores.amax(-1) - scores.gather(-1, (words - args.end).unsqueeze(-1)).squeeze(-1)
-        forced = (read == args.end).cumsum(1).bool() | (
-            torch.arange(12) >= args.limits[:, None] - 1
-        )
-        assert (~forced).sum() > 20
-        assert lost[~forced].max() < 0.02 * scores.std()
+        lost, errors = losses(args, backend)
+        assert len(lost) > 20
+        assert lost.max() < 0.05 and errors.max() < 0.05
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mode", ["gru", "lstm", "tanh"])
+def test_int8(mode, kind, backend):
+    """Sums of integers are exact; a number near the middle of two may be rounded to the other."""
+    served(backend)
+    all_lost, all_errors = [], []
+    for seed, (terms, sizes) in enumerate(
+        [((), (3, 5, 10)), (STACKED, (40, 33, 70)), (TERMS, (7, 64, 130))]
+    ):
+        B, E, H = sizes
+        case = Case(mode, None, "tanh", B, 6, E, H, A=H - 1, Dv=E + 3, F=H, terms=terms, seed=seed)
+        args = call(kind, case, V=301, R=E + 2, int8=True)
+        args.weight_vocab[7] = 0.0
+        lost, errors = losses(args, backend)
+        all_lost.append(lost), all_errors.append(errors)
+    lost, errors = torch.cat(all_lost), torch.cat(all_errors)
+    assert len(lost) > 20 and lost.max() < 0.05
+    assert errors.quantile(0.9) < 1e-5 and errors.max() < 0.5
 
 
 @pytest.mark.parametrize("sizes", [{"B": 0}, {"T": 0}, {"Tk": 0}, {"B": 1, "H": 600, "E": 300}])
@@ -275,6 +307,18 @@ def test_invalid_calls(backend):
         assert (spoken[0] is None) == (spoken[1] is None), f"{kind}: {how} of {field}: {spoken}"
         counts[spoken[0] is None] += 1
     assert min(counts) > 50
+
+
+def test_options_of_products_are_checked(backend):
+    served(backend)
+    short = call(KINDS[0], Case("gru", None))._replace(packed=torch.zeros(64, dtype=torch.uint8))
+    assert "packed" in str(refusal(SEARCH.forwards[backend], short))
+    for args, word in (
+        (short._replace(packed=torch.zeros(64)), "packed"),
+        (call(KINDS[0], Case("gru", None, dtype=torch.float64), int8=True), "int8"),
+    ):
+        for function in (CHECKS["search"], SEARCH.forwards[backend]):
+            assert word in str(refusal(function, args))
 
 
 # ---- models -------------------------------------------------------------------------------------
@@ -391,6 +435,44 @@ def test_other_models_search_step_by_step(monkeypatch):
     greedy_search(made, *sources)
     assert not calls
     assert len(seen) > 2
+
+
+def test_packed_parameters_are_kept_until_they_change(monkeypatch):
+    served("cpu")
+    made, *sources = model_and_sources("bahdanau", False)
+    made.float()
+    calls = spied(monkeypatch)
+    first = beam_search(made, *sources)
+    for options, same in (({}, True), ({"int8": True}, False), ({"int8": True}, True), ({}, False)):
+        again = beam_search(made, *sources, **options)
+        assert (calls[-1].packed is calls[-2].packed) is same
+        if not options:
+            torch.testing.assert_close(again, first)
+    with torch.no_grad():
+        made.embedding.weight.mul_(-1)
+    changed = beam_search(made, *sources)
+    assert calls[-1].packed is not calls[-2].packed
+    assert not changed.scores.equal(first.scores)
+    monkeypatch.setattr(search, "_run_operator", lambda *_, **__: None)
+    torch.testing.assert_close(changed.scores, beam_search(made, *sources).scores)
+    monkeypatch.undo()
+    kept = made.decoder.readout.weight.data.clone()
+    for x in (kept + 1, kept):  # another tensor, then one of the old values
+        made.decoder.readout.weight.data = x
+        found = beam_search(made, *sources)
+    torch.testing.assert_close(changed, found)
+
+
+def test_int8_needs_the_operator():
+    made, *sources = model_and_sources("bahdanau", False)
+    with pytest.raises(InputError, match="int8 needs a search in one operator, but the model is"):
+        beam_search(made, *sources, int8=True)
+    with pytest.raises(InputError, match="but a scorer judges hypotheses"):
+        scorer = mock.Mock()
+        beam_search(made.float(), *sources, int8=True, scorer=scorer)
+    made, *sources = model_and_sources("coverage", False)
+    with pytest.raises(InputError, match="but its attention has a history"):
+        greedy_search(made.float(), *sources, int8=True)
 
 
 def test_half_types_are_searched_in_float32(monkeypatch):

@@ -103,6 +103,7 @@ class Search(NamedTuple):
     scorer: Scorer | None
     scorer_weight: float
     need_weights: bool
+    int8: bool
 
 
 class Hypotheses:

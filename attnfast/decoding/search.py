@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -42,7 +43,8 @@ from attnfast.decoding._hypotheses import (
 )
 from attnfast.ops import dispatch
 from attnfast.ops.arguments import length_mask
-from attnfast.ops.search import MOST_BEAM, SEARCH
+from attnfast.ops.packing import Packed, pack_parameters, upcast_halves
+from attnfast.ops.search import MOST_BEAM, SEARCH, SearchInputs
 
 __all__ = ["Scorer", "SearchOutput", "beam_search", "greedy_search", "sample"]
 
@@ -67,6 +69,7 @@ def greedy_search(
     scorer: Scorer | None = None,
     scorer_weight: float = 0.3,
     need_weights: bool = False,
+    int8: bool = False,
 ) -> SearchOutput:
     """Take the most probable word at every step.
 
@@ -93,7 +96,7 @@ def greedy_search(
         2
     """
     search = _begin(
-        model, source, lengths, scorer, scorer_weight, need_weights, start=start, end=end,
+        model, source, lengths, scorer, scorer_weight, need_weights, int8, start=start, end=end,
         forbidden=forbidden, word_mask=word_mask, prefix=prefix, min_length=min_length,
         max_length=max_length, no_repeat_ngram=no_repeat_ngram,
     )  # fmt: skip
@@ -122,6 +125,7 @@ def beam_search(
     scorer: Scorer | None = None,
     scorer_weight: float = 0.3,
     need_weights: bool = False,
+    int8: bool = False,
 ) -> SearchOutput:
     r"""Keep the best ``beam`` partial translations of each sentence at every step.
 
@@ -159,6 +163,9 @@ def beam_search(
         scorer: a second scorer of hypotheses, such as :class:`attnfast.models.CTCPrefixScorer`.
         scorer_weight: λ, from 0 to 1: its share. With 1 the model's own scores are ignored.
         need_weights: return the attention weights too.
+        int8: round the weights of matrix products, and what they multiply, to 8 bits; for a search
+            in one operator, float32 or lower. The first search with a model, or after its
+            parameters have changed, rounds them.
 
     Returns:
         A :class:`SearchOutput`.
@@ -192,7 +199,7 @@ def beam_search(
         if not least <= x <= MAX_WEIGHT:
             raise_value_error(name, f"between {least} and {MAX_WEIGHT}", describe(x))
     search = _begin(
-        model, source, lengths, scorer, scorer_weight, need_weights, start=start, end=end,
+        model, source, lengths, scorer, scorer_weight, need_weights, int8, start=start, end=end,
         forbidden=forbidden, word_mask=word_mask, prefix=prefix, min_length=min_length,
         max_length=max_length, no_repeat_ngram=no_repeat_ngram,
     )  # fmt: skip
@@ -238,6 +245,7 @@ def sample(
     scorer: Scorer | None = None,
     scorer_weight: float = 0.3,
     need_weights: bool = False,
+    int8: bool = False,
 ) -> SearchOutput:
     r"""Draw every word from the model's distribution.
 
@@ -289,7 +297,7 @@ def sample(
         expected = "a torch.Generator, one for each sentence, or None"
         raise_type_error("generator", expected, describe(generator))
     search = _begin(
-        model, source, lengths, scorer, scorer_weight, need_weights, start=start, end=end,
+        model, source, lengths, scorer, scorer_weight, need_weights, int8, start=start, end=end,
         forbidden=forbidden, word_mask=word_mask, prefix=prefix, min_length=min_length,
         max_length=max_length, no_repeat_ngram=no_repeat_ngram,
     )  # fmt: skip
@@ -297,6 +305,8 @@ def sample(
     if len(generators) != len(limits):
         expected = f"one for each of {len(limits)} sentences"
         raise InputError(argument_message("generator", expected, len(generators)))
+    if search.int8:
+        raise InputError("int8 needs a search in one operator, but no operator draws words")
     record("sampling", "step by step", "no operator draws words")
     hypotheses, device = Hypotheses(search, samples), source.device
     numbers = torch.zeros(len(hypotheses.words), max(limits, default=0), dtype=torch.float64)
@@ -319,6 +329,7 @@ def _begin(
     scorer: Scorer | None,
     scorer_weight: float,
     need_weights: bool,
+    int8: bool,
     **options: Any,
 ) -> Search:
     """Check the arguments that all searches share, and encode the sources."""
@@ -344,7 +355,7 @@ def _begin(
     memory, state = model.encode(source, lengths)
     return Search(
         model, memory, state, constraints.on(source.device), limits,
-        scorer if scorer_weight else None, scorer_weight, need_weights,
+        scorer if scorer_weight else None, scorer_weight, need_weights, check_flag("int8", int8),
     )  # fmt: skip
 
 
@@ -374,14 +385,33 @@ def _run_operator(name: str, search: Search, **options: Any) -> SearchOutput | N
         reason = "the model has no operator of its own"
         if make_inputs is not None:
             call, backend, reason = make_inputs(search.memory, search.state, search.constraints)
+    if search.int8 and call is not None and call.embedding.dtype == torch.float64:
+        reason, call, backend = "the model is float64", None, None
+    if search.int8 and backend is None:
+        raise InputError(f"int8 needs a search in one operator, but {reason}")
     record(name, f"one operator on {backend}" if backend else "step by step", reason)
     if call is None or backend is None:
         return None
+    call = _pack(search.model, call, backend, search.int8)
     words, word_scores, lengths, scores = dispatch.run(SEARCH, call._replace(**options), backend)
     _raise_if_nan((lengths < 0).any())
     T = int(lengths.max()) if lengths.numel() else 0
     finished = scores > -math.inf
     return SearchOutput(words[..., :T], lengths, scores, finished, word_scores[..., :T])
+
+
+#: The packed parameters of each model's last search.
+_PACKED: WeakKeyDictionary[Any, Packed] = WeakKeyDictionary()
+
+
+def _pack(model: Any, call: SearchInputs, backend: str, int8: bool) -> SearchInputs:
+    """Return the call in float32 or float64, with its packed parameters."""
+    feed_size = call.weight_ih.shape[1] - call.embedding.shape[1]
+    packed = pack_parameters(call, feed_size, backend, _PACKED.get(model), int8)
+    if packed is not None:
+        _PACKED[model] = packed
+        call = call._replace(packed=packed.tensor)
+    return upcast_halves(call._replace(int8=int8))
 
 
 def _choose_each(

@@ -28,7 +28,7 @@ from attnfast.models._checks import (
 )
 from attnfast.models.decoders import BahdanauDecoder, LuongDecoder, state_shape, summary
 from attnfast.nn import CoverageAttention, Memory, PointerGenerator
-from attnfast.nn._fused_rnn import attention_arguments, select_layer_backend, upcast_halves
+from attnfast.nn._fused_rnn import attention_arguments, select_layer_backend
 from attnfast.nn._layer import RecurrentState
 from attnfast.nn._linear import is_plain, linear, not_plain_reason
 from attnfast.nn.attention import check_sizes
@@ -224,7 +224,7 @@ class Seq2Seq(nn.Module):
             most=most,
             embedding_scale=words.embedding_dim**0.5, **terms,
         )  # fmt: skip
-        return upcast_halves(call), backend, ""
+        return call, backend, ""
 
     def _select_search_backend(
         self, source: EncodedSource, state: RecurrentState

@@ -13,7 +13,7 @@ from attnfast._utils.dispatch_log import is_recording, record
 from attnfast._utils.torch_private import has_dispatch_mode, has_tangents, is_autocast_on
 from attnfast.decoding import Memory
 from attnfast.functional import coverage_call
-from attnfast.nn._layer import NAMES, Layer, LayerOutputs, Packed, RecurrentState
+from attnfast.nn._layer import NAMES, Layer, LayerOutputs, RecurrentState
 from attnfast.nn._layer_steps import run_no_step, run_steps
 from attnfast.nn._linear import is_plain, not_plain_reason
 from attnfast.nn.attention import BahdanauAttention, LuongAttention
@@ -38,7 +38,8 @@ from attnfast.ops.backends import (
 )
 from attnfast.ops.coverage import CoverageInputs
 from attnfast.ops.operators import is_tracing
-from attnfast.ops.recurrent import RECURRENT, WEIGHTS, RecurrentInputs, feed_size
+from attnfast.ops.packing import is_half, pack_parameters, upcast_halves
+from attnfast.ops.recurrent import RECURRENT, RecurrentInputs, feed_size
 from attnfast.ops.span import rows_at
 
 
@@ -86,19 +87,6 @@ def select_layer_backend(
         return None, "; ".join(reasons_against(None, *properties))
     reason = unsupported_reason(requested, *properties) or "plain PyTorch"
     return None, f"{requested}, as requested: {reason}"
-
-
-def upcast_halves(call: Any) -> Any:
-    """Return an operator's call in float32 if it is in half precision; weights stay bfloat16."""
-    if not _is_half(call.hidden):
-        return call
-    bfloat16_names = WEIGHTS if call.hidden.dtype == torch.bfloat16 else ()
-    half = {n: x for n, x in call._asdict().items() if _is_half(x) and n not in bfloat16_names}
-    return call._replace(**{n: x.float() for n, x in half.items()})
-
-
-def _is_half(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.dtype in HALF
 
 
 #: The kinds of attention that the operator supports.
@@ -209,7 +197,7 @@ def run_layer(
         output_activation="tanh" if layer.output_tanh else "identity", **terms, **given,  # type: ignore[arg-type]
     )  # fmt: skip
     if single and not is_tracing():
-        packed = _packed(call, backend, state.packed)
+        packed = pack_parameters(call, feed_size(call), backend, state.packed)
         call = call._replace(packed=None if packed is None else packed.tensor)
     done = dispatch.run(RECURRENT, upcast_halves(call), backend)
     lengths = target_lengths if target_mask is None else target_mask.sum(-1)
@@ -218,7 +206,7 @@ def run_layer(
     if isinstance(history, CumulativeState):
         log_weights = None if call.transition_prob is None else done.log_weights
         history = history._after(done.weights, log_weights, done.coverage, done.loss, lengths)
-    if _is_half(input):  # rounded once; a history keeps its sums
+    if is_half(input):  # rounded once; a history keeps its sums
         names = ("states", "cells", "contexts", "weights", "attentional")
         done = done._replace(**{x: getattr(done, x).to(input.dtype) for x in names})
     return LayerOutputs(
@@ -327,25 +315,6 @@ def _within(attention: LocalAttention, history: SpanState, memory: Memory, input
     positions = attention.positions(history.rows, T, input.device)
     seen = attention.span.locate(rows_at(positions, input, Tk, memory.lengths), Tk)
     return torch.stack([seen.start, seen.stop], -1)
-
-
-def _packed(call: RecurrentInputs, backend: str, before: Packed | None) -> Packed | None:
-    """Return the backend's packed parameters; reuse ``before`` if its parameters are unchanged."""
-    names = (*NAMES, "weight_query", "weight_output")
-    parameters = [getattr(call, name) for name in names]
-    given = [x for x in parameters if x is not None]
-    if any(x.is_inference() for x in given):
-        return None  # inference tensors have no version counter
-    versions = [x._version for x in given]
-    if (
-        isinstance(before, Packed)
-        and (before.backend, before.versions) == (backend, versions)
-        and all(x is y for x, y in zip(parameters, before.parameters))
-    ):
-        return before
-    wide = upcast_halves(call)
-    tensor = BACKENDS[backend].pack(*[getattr(wide, x) for x in names], feed_size(call), call.mode)
-    return None if tensor is None else Packed(backend, tensor, parameters, versions)
 
 
 def _reversed(x: Tensor, lengths: Tensor | None) -> Tensor:

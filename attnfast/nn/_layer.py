@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from attnfast.nn._linear import is_plain
+from attnfast.ops.packing import Packed
 from attnfast.ops.recurrent import GATES
 
 #: The parameters of a cell.
@@ -114,15 +115,6 @@ class Layer(NamedTuple):
         """Return the number of features that the layer reads in addition to its inputs."""
         size = self.rnn.input_size if self.weight_ih is None else self.weight_ih.shape[1]
         return size - features
-
-
-class Packed(NamedTuple):
-    """Parameters packed by a backend, and the versions that show later changes."""
-
-    backend: str
-    tensor: Tensor
-    parameters: list[Tensor | None]  # referenced, so that their memory is not reused
-    versions: list[int]
 
 
 class LayerOutputs(NamedTuple):

@@ -308,6 +308,13 @@ def feed_size(call: Any) -> int:
     return 0 if call.value is None else call.value.shape[-1]
 
 
+def check_packed(packed: Tensor, like: Tensor) -> None:
+    """Raise unless ``packed`` is a byte tensor on the device of ``like``."""
+    check_tensor("packed", packed)
+    if packed.dtype != torch.uint8 or packed.device != like.device:
+        raise_value_error("packed", "a result of the backend's pack", packed.dtype)
+
+
 def dtype_of_weights(call: Any) -> torch.dtype:
     """Return the required dtype of :data:`WEIGHTS`."""
     dtype = call.hidden.dtype
@@ -409,9 +416,7 @@ def check(call: RecurrentInputs) -> None:
         check_exact(call.input, [(name, getattr(call, name), wanted, shape)])
     check_exact(call.input, [("target_lengths", call.target_lengths, torch.int64, (B,))])
     if call.packed is not None:
-        check_tensor("packed", call.packed)
-        if call.packed.dtype != torch.uint8 or call.packed.device != call.input.device:
-            raise_value_error("packed", "a result of the backend's pack", call.packed.dtype)
+        check_packed(call.packed, call.input)
     if call.key is not None:
         query = call.input.new_empty(B, T, A)
         plain = attention_of(call, query, slice(None))
@@ -498,7 +503,8 @@ def _fake_backward(call: RecurrentBackward) -> RecurrentGradients:
 # The parameters in a layout that a backend caches for many calls, private to the backend.
 LIBRARIES["cpu"].define(
     "pack_recurrent(Tensor weight_ih, Tensor weight_hh, Tensor? bias_ih, Tensor? bias_hh, "
-    "Tensor? weight_query, Tensor? weight_output, int feed_size, str mode) -> Tensor"
+    "Tensor? weight_query, Tensor? weight_output, Tensor? weight_ih_upper, Tensor? weight_readout, "
+    "Tensor? weight_vocab, int feed_size, str mode, bool int8) -> Tensor"
 )
 
 RECURRENT = Operator(

@@ -286,14 +286,14 @@ def layer_at(call: RecurrentInputs, number: int) -> RecurrentInputs:
 
 
 def cell_step(
-    call: RecurrentInputs, x: Tensor, h: Tensor, c: Tensor | None
+    call: RecurrentInputs, x: Tensor, h: Tensor, c: Tensor | None, int8: bool = False
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Return the next state ``[B, H]``, an LSTM's next cell or None, and the gates.
 
     ``x [B, G·H]`` is the product of ``weight_ih`` with its bias.
     """
     y = h if call.dropout is None else h * call.dropout
-    y = torch.nn.functional.linear(y, call.weight_hh, call.bias_hh)
+    y = product([y], call.weight_hh, call.bias_hh, int8)
     if call.mode == "gru":
         (xr, xz, xn), (yr, yz, yn) = x.chunk(3, -1), y.chunk(3, -1)
         r, z = (xr + yr).sigmoid(), (xz + yz).sigmoid()
@@ -313,6 +313,23 @@ def dropped(now: Any, before: Any, mask: Tensor, zoneout: bool) -> Tensor:
     return before + mask * (now - before) if zoneout else now * mask
 
 
+def product(parts: list[Tensor], weight: Tensor, bias: Tensor | None, int8: bool = False) -> Tensor:
+    """Return weight · [part 1; part 2; …] + bias, of numbers rounded to 8 bits with ``int8``."""
+    if not int8:
+        return torch.nn.functional.linear(torch.cat(parts, -1), weight, bias)
+    columns = weight.split([x.shape[-1] for x in parts], -1)
+    total = sum(_round8(x) @ _round8(w).mT for x, w in zip(parts, columns))
+    return total if bias is None else total + bias  # type: ignore[return-value]
+
+
+def _round8(x: Tensor) -> Tensor:
+    """Round each row of a matrix to multiples of its largest magnitude over 127."""
+    if not x.shape[-1]:
+        return x
+    scale = x.abs().amax(-1, keepdim=True) / 127
+    return scale * (x / scale.masked_fill(scale == 0, 1)).round()
+
+
 def linear(call: LinearInputs) -> LinearOutputs:
     """Compute the product and add the bias."""
     return LinearOutputs(torch.nn.functional.linear(call.input, call.weight, call.bias))
@@ -324,9 +341,8 @@ def _wide(call: Any) -> Any:
     return call._replace(**{x: getattr(call, x).to(call.hidden.dtype) for x in weights})
 
 
-def recurrent(call: RecurrentInputs) -> RecurrentOutputs:
-    """Compute states, contexts and weights step by step."""
-    linear = torch.nn.functional.linear
+def recurrent(call: RecurrentInputs, int8: bool = False) -> RecurrentOutputs:
+    """Compute states, contexts and weights step by step; ``int8`` as in a search."""
     call = _wide(call)
     B, T, _ = call.input.shape
     f = call.input.new_zeros(B, feed_size(call)) if call.feed is None else call.feed
@@ -343,7 +359,7 @@ def recurrent(call: RecurrentInputs) -> RecurrentOutputs:
         nonlocal past, loss
         query = h if call.dropout_query is None else h * call.dropout_query[:, t]
         if call.weight_query is not None:
-            query = linear(query, call.weight_query, call.bias_query)
+            query = product([query], call.weight_query, call.bias_query, int8)
         now = query.unsqueeze(1), slice(t, t + 1)
         if past[0] is None or past[1] is None:
             context, weights, *_ = attention(attention_of(call, *now))
@@ -371,7 +387,7 @@ def recurrent(call: RecurrentInputs) -> RecurrentOutputs:
         if call.weight_gate is None:
             return query, context, weights
         read = h if call.dropout_query is None else h * call.dropout_query[:, t]
-        gate = linear(read, call.weight_gate, call.bias_gate).sigmoid()
+        gate = product([read], call.weight_gate, call.bias_gate, int8).sigmoid()
         results["context_gates"].append(gate)
         return query, gate * context, weights
 
@@ -386,27 +402,29 @@ def recurrent(call: RecurrentInputs) -> RecurrentOutputs:
             query, context, weights = attend_and_gate(moved[-1][0], t)
             f = context
         fed = f if call.dropout_feed is None else f * call.dropout_feed[:, t]
-        read, saved_gates = torch.cat([inputs[:, t], fed], -1), []
+        reads, saved_gates = [inputs[:, t], fed], []
         for i, level in enumerate(levels):
             if i and call.dropout_between is not None:
-                read = read * call.dropout_between[i - 1, :, t]
-            x = linear(read, level.weight_ih, level.bias_ih)
-            read, c, gates = cell_step(level, x, *moved[i])
+                reads = [reads[0] * call.dropout_between[i - 1, :, t]]
+            x = product(reads, level.weight_ih, level.bias_ih, int8)
+            read, c, gates = cell_step(level, x, *moved[i], int8)
             if level.dropout_state is not None:
                 read = dropped(read, moved[i][0], level.dropout_state[:, t], call.zoneout)
             if level.dropout_cell is not None:
                 c = dropped(c, moved[i][1], level.dropout_cell[:, t], call.zoneout)
-            moved[i] = read, c
+            moved[i], reads = (read, c), [read]
             saved_gates.append(gates)
         h = moved[-1][0]
         if not call.attends_first and call.key is not None:
             query, context, weights = attend_and_gate(h, t)
             f = context
         if call.weight_output is not None:
-            joined = torch.cat([context, h], -1)
+            joined = [context, h]
             if call.dropout_joined is not None:
-                joined = joined * call.dropout_joined[:, t]
-            f = attentional = linear(joined, call.weight_output, call.bias_output)
+                sizes = [context.shape[-1], h.shape[-1]]
+                masks = call.dropout_joined[:, t].split(sizes, -1)
+                joined = [x * mask for x, mask in zip(joined, masks)]
+            f = attentional = product(joined, call.weight_output, call.bias_output, int8)
             if call.output_activation == "tanh":
                 f = attentional = attentional.tanh()
             if call.dropout_output is not None:
@@ -450,7 +468,8 @@ def search(call: SearchInputs) -> SearchOutputs:
     for t in range(call.most):
         x = call.embedding[word] * call.embedding_scale
         bounds = None if call.key_bounds is None else call.key_bounds[:, t : t + 1]
-        made = recurrent(layer_of(call._replace(key_bounds=bounds), x.unsqueeze(1)))
+        layer = layer_of(call._replace(key_bounds=bounds), x.unsqueeze(1))
+        made = recurrent(layer, call.int8)
         log_probs, state = _next_words(call, made, x)
         parents = []
         for b, beam in enumerate(beams):
@@ -475,16 +494,15 @@ def _next_words(
     call: SearchInputs, made: RecurrentOutputs, x: Tensor
 ) -> tuple[Tensor, dict[str, Tensor | None]]:
     """Return the log-probabilities of the words from the end on, and the state after the step."""
-    linear = torch.nn.functional.linear
     states, context = made.states[..., 0, :], made.contexts[:, 0]
     h = states if states.dim() == 2 else states[-1]
     output = None if call.weight_output is None else made.attentional[:, 0]
     feeds = not call.attends_first and call.weight_ih.shape[1] > x.shape[1]
     fed = (context if output is None else output) if feeds else None
     if call.weight_readout is not None:
-        output = linear(torch.cat([h, context, x], -1), call.weight_readout, call.bias_readout)
+        output = product([h, context, x], call.weight_readout, call.bias_readout, call.int8)
         output = output.tanh()
-    logits = linear(output, call.weight_vocab, call.bias_vocab)  # type: ignore[arg-type]
+    logits = product([output], call.weight_vocab, call.bias_vocab, call.int8)  # type: ignore[list-item]
     cell = None if call.cell is None else made.cells[..., 0, :]
     state = {"hidden": states, "cell": cell, "feed": fed}
     return logits[:, call.end :].log_softmax(-1), state

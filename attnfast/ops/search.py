@@ -24,7 +24,14 @@ from torch import Tensor
 
 from attnfast._utils.checks import check_exact, check_tensor, raise_value_error
 from attnfast.ops.operators import ForwardOperator
-from attnfast.ops.recurrent import GATES, WEIGHTS, RecurrentInputs, dtype_of_weights, feed_size
+from attnfast.ops.recurrent import (
+    GATES,
+    WEIGHTS,
+    RecurrentInputs,
+    check_packed,
+    dtype_of_weights,
+    feed_size,
+)
 from attnfast.ops.recurrent import check as check_recurrent
 
 
@@ -37,6 +44,10 @@ class SearchInputs(NamedTuple):
     included, and none has more than ``most``. ``begin`` is read first; words below ``end`` are
     never selected. ``beam``, K, ``n_best``, N, ``length_penalty``, α, and ``length_bonus``, γ, are
     those of :func:`attnfast.decoding.beam_search`.
+
+    ``int8`` rounds the weights of matrix products and their inputs to 8 bits: with s the largest
+    magnitude of a row over 127, x · w ≈ s_x s_w Σ_k round(x_k / s_x) round(w_k / s_w). Columns of
+    the input, the fed vector, the state and the context are rounded apart.
 
     The others are those of :class:`attnfast.ops.recurrent.RecurrentInputs`, which must have keys.
     With ``weight_ih [G·H, E]`` nothing is fed to the next step.
@@ -67,11 +78,13 @@ class SearchInputs(NamedTuple):
     lengths: Tensor | None = None
     key_bounds: Tensor | None = None
     key_exponentials: Tensor | None = None
+    packed: Tensor | None = None
     mode: str = "gru"
     attends_first: bool = True
     scale: float = 1.0
     score: str = "dot"
     normalisation: str = "softmax"
+    int8: bool = False
     embedding_scale: float = 1.0
     begin: int = 0
     end: int = 0
@@ -103,7 +116,8 @@ MOST_BEAM = 64
 
 def layer_of(call: SearchInputs, input: Tensor) -> RecurrentInputs:
     """Return the layer's call for inputs ``[B, T, E]``; if nothing is fed, feed weights are 0."""
-    shared = {x: getattr(call, x) for x in RecurrentInputs._fields if x in SearchInputs._fields}
+    names = set(RecurrentInputs._fields) & set(SearchInputs._fields) - {"packed"}
+    shared = {x: getattr(call, x) for x in names}
     layer = RecurrentInputs(input, **shared)
     if not call.attends_first and call.weight_ih.shape[-1] == call.embedding.shape[-1]:
         if call.feed is not None:
@@ -150,6 +164,10 @@ def check(call: SearchInputs) -> None:
     for name, least, most in (("beam", 1, MOST_BEAM), ("n_best", 1, call.beam)):
         if not least <= getattr(call, name) <= most:
             raise_value_error(name, f"between {least} and {most}", getattr(call, name))
+    if call.packed is not None:
+        check_packed(call.packed, call.hidden)
+    if call.int8 and dtype == torch.float64:
+        raise_value_error("int8", "False with float64", "True")
     for name in ("begin", "end"):
         if not 0 <= getattr(call, name) < V:
             raise_value_error(name, f"a word below {V}", getattr(call, name))

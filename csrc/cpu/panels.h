@@ -1,5 +1,6 @@
 // Products with a right factor that is packed into panels of two vectors.
 #pragma once
+#include "int8.h"
 #include "narrow.h"
 #include "product.h"
 #include "rows.h"
@@ -18,12 +19,18 @@ int64_t panels(int64_t columns) {
   return (columns + kPanel<C> - 1) / kPanel<C>;
 }
 
-// Rows of kPanel elements. In a narrow panel an element is two bfloat16 values, of two rows.
+// How the elements of a panel are stored.
+enum class Stored { as_computed, bfloat16, int8 };
+
+// Rows of kPanel elements. With bfloat16 an element is two values, of two rows; with int8 four, and two
+// more rows come first (see int8.h).
 template <class C>
 struct Panel {
   C* data;
-  bool narrow;
-  Panel from(int64_t row) const { return {data + (narrow ? row / 2 : row) * kPanel<C>, narrow}; }
+  Stored stored;
+  Panel from(int64_t row) const {
+    return {data + (stored == Stored::bfloat16 ? row / 2 : row) * kPanel<C>, stored};
+  }
 };
 
 // A matrix [depth, columns] in consecutive panels of kPanel columns.
@@ -31,14 +38,17 @@ template <class C>
 struct Panels {
   C* data = nullptr;
   int64_t depth = 0, count = 0;
-  bool narrow = false;
-  int64_t size() const { return (narrow ? (depth + 1) / 2 : depth) * kPanel<C>; }
-  Panel<C> at(int64_t panel) const { return {data + panel * size(), narrow}; }
+  Stored stored = Stored::as_computed;
+  int64_t size() const {
+    if (stored == Stored::int8) return (quads(depth) + 2) * kPanel<C>;
+    return (stored == Stored::bfloat16 ? (depth + 1) / 2 : depth) * kPanel<C>;
+  }
+  Panel<C> at(int64_t panel) const { return {data + panel * size(), stored}; }
 };
 
 template <class C>
-Panels<C> take_panels(Scratch<C>& room, int64_t depth, int64_t count, bool narrow = false) {
-  Panels<C> x = {nullptr, depth, count, narrow};
+Panels<C> take_panels(Scratch<C>& room, int64_t depth, int64_t count, Stored stored = Stored::as_computed) {
+  Panels<C> x = {nullptr, depth, count, stored};
   x.data = room.take(x.size() * count);
   return x;
 }
@@ -58,12 +68,27 @@ void multiply_panel(const C* a, int64_t a_row, int64_t a_column, int64_t rows, i
                     const Panel<C>& panel, C* out) {
 #if defined(__AVX512F__)
   if constexpr (sizeof(C) == sizeof(float))
-    if (panel.narrow) return multiply_narrow(a, a_row, rows, depth, panel.data, out);
+    if (panel.stored == Stored::bfloat16) return multiply_narrow(a, a_row, rows, depth, panel.data, out);
 #endif
   for (int64_t k = 0; k < depth; k += kDepth)
     gemm_small_rows<false, true>(a + k * a_column, a_row, a_column, rows, min(depth - k, kDepth),
                                  panel.from(k).data, kPanel<C>, (C)1, out, kPanel<C>, kPanel<C>);
 }
+
+// The left factor of products: rows, and their bytes if the panels are of bytes.
+template <class C>
+struct Factor {
+  const C* data;
+  int64_t stride, depth;
+  ByteRows bytes = {};
+
+  // Compute out[r] += row `first + r` . panel; rows of out have kPanel elements.
+  void multiply(int64_t first, int64_t rows, const Panel<C>& panel, C* out) const {
+    if constexpr (sizeof(C) == sizeof(float))
+      if (bytes.data) return multiply_bytes(bytes, first, rows, depth, panel.data, out);
+    multiply_panel(data + first * stride, stride, 1, rows, depth, panel, out);
+  }
+};
 
 template <class C>
 void clear(C* x, int64_t n) {

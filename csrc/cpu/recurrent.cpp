@@ -140,7 +140,7 @@ RecurrentOutputs recurrent(const RecurrentArguments& given) {
   put_layer(given, fit, a, keep);
   if (given.packed) {
     fit.check(!given.weight_gate, "packed");
-    fit.check(static_cast<size_t>(given.packed->numel()) == kernels().packed(a), "packed");
+    fit.check(static_cast<size_t>(given.packed->numel()) == kernels().packed(a, {}), "packed");
     keep.push_back(packed(*given.packed));
     a.packed = data_or_sentinel(keep.back());
   }
@@ -205,34 +205,52 @@ RecurrentGradients recurrent_backward(const RecurrentBackwardArguments& given) {
 
 // ---- packed weights -----------------------------------------------------------------------------
 
-#define ATTNFAST_PACK(X)                                \
-  X(Tensor, weight_ih, sizes, dtype, {G * H, E + F})    \
-  X(Tensor, weight_hh, sizes, dtype, {G * H, H})        \
-  X(Optional, bias_ih, sizes, sum_dtype, {G * H})       \
-  X(Optional, bias_hh, sizes, sum_dtype, {G * H})       \
-  X(Optional, weight_query, sizes, dtype, {A, H})       \
-  X(Optional, weight_output, sizes, dtype, {F, Dv + H}) \
-  X(int64_t, feed_size, any)                            \
-  X(std::string, mode, any)
+#define ATTNFAST_PACK(X)                                             \
+  X(Tensor, weight_ih, sizes, dtype, {G * H, E + F})                 \
+  X(Tensor, weight_hh, layered, dtype, {G * H, H})                   \
+  X(Optional, bias_ih, layered, sum_dtype, {G * H})                  \
+  X(Optional, bias_hh, layered, sum_dtype, {G * H})                  \
+  X(Optional, weight_query, sizes, dtype, {A, H})                    \
+  X(Optional, weight_output, sizes, dtype, {output_dim, Dv + H})     \
+  X(Optional, weight_ih_upper, sizes, dtype, {layers - 1, G * H, H}) \
+  X(Optional, weight_readout, sizes, dtype, {R, H + Dv + E})         \
+  X(Optional, weight_vocab, sizes, dtype, {V, R})                    \
+  X(int64_t, feed_size, any)                                         \
+  X(std::string, mode, any)                                          \
+  X(bool, int8, any)
 
-struct PackChecker : ArgumentChecker {
-  int64_t E = 0, H = 0, G, F, A = 0, Dv;
+struct PackChecker : StackChecker {
+  int64_t E = 0, H = 0, G, F, A = 0, Dv, output_dim = 0, V = 0, R = 0;
 
   template <class Arguments>
   explicit PackChecker(const Arguments& given)
-      : ArgumentChecker(Arguments::kOperator, given.weight_ih), G(gates_of(cell_of(given.mode))),
+      : StackChecker(Arguments::kOperator, given.weight_ih), G(gates_of(cell_of(given.mode))),
         F(given.feed_size), Dv(given.feed_size) {
     check(given.weight_ih.dim() == 2 && given.weight_ih.is_cpu(), "weight_ih");
     check(dtype == sum_dtype || dtype == ScalarType::BFloat16, "weight_ih");
-    check(given.weight_hh.dim() == 2, "weight_hh");
+    check(!given.int8 || sum_dtype == ScalarType::Float, "int8");
+    stacked = given.weight_ih_upper.has_value();
+    check(given.weight_hh.dim() == 2 + stacked, "weight_hh");
+    if (stacked) layers = given.weight_hh.size(0);
     check(between(F, 0, given.weight_ih.size(1)), "feed_size");
     E = given.weight_ih.size(1) - F;
-    H = A = given.weight_hh.size(1);
-    if (given.weight_query)
-      check(given.weight_query->dim() == 2, "weight_query"), A = given.weight_query->size(0);
-    if (given.weight_output)
-      check(given.weight_output->dim() == 2, "weight_output"), Dv = given.weight_output->size(1) - H;
-    check(Dv >= 0, "weight_output");
+    H = A = given.weight_hh.size(1 + stacked);
+    const auto is_matrix = [&](const Optional& x, const char* name) { check(x->dim() == 2, name); };
+    if (given.weight_query) is_matrix(given.weight_query, "weight_query"), A = given.weight_query->size(0);
+    if (given.weight_vocab) {
+      is_matrix(given.weight_vocab, "weight_vocab");
+      V = given.weight_vocab->size(0);
+      R = given.weight_vocab->size(1);
+    }
+    if (given.weight_output) {
+      is_matrix(given.weight_output, "weight_output");
+      output_dim = given.weight_output->size(0);
+      Dv = given.weight_output->size(1) - H;
+    } else if (given.weight_readout) {
+      is_matrix(given.weight_readout, "weight_readout");
+      Dv = given.weight_readout->size(1) - H - E;
+    }
+    check(Dv >= 0, given.weight_output ? "weight_output" : "weight_readout");
   }
 };
 
@@ -245,23 +263,28 @@ PackedWeights pack_recurrent(const PackArguments& given) {
   Layer a{};
   a.dtype = fit.dtype == ScalarType::Double ? Dtype::f64 : Dtype::f32;
   a.cell = cell_of(given.mode);
-  a.layers = 1;
+  a.layers = fit.layers;
   a.E = fit.E;
   a.H = fit.H;
   a.F = fit.F;
   a.A = fit.A;
-  a.output_dim = given.weight_output ? fit.F : 0;
+  a.output_dim = fit.output_dim;
   a.Dv = fit.Dv;
   put_weights(given, a, keep);
-  a.bias_ih = packed_view(given.bias_ih, keep);
-  a.bias_hh = packed_view(given.bias_hh, keep);
-  const Tensor out = empty(kCpu, {static_cast<int64_t>(kernels().packed(a))}, ScalarType::Byte);
+  a.bias_ih = packed_view(given.bias_ih, keep, fit.stacked);
+  a.bias_hh = packed_view(given.bias_hh, keep, fit.stacked);
+  Words words{};
+  words.V = fit.V;
+  words.R = fit.R;
+  words.weight_readout = weight_of(given.weight_readout, a.narrow, keep);
+  words.weight_vocab = weight_of(given.weight_vocab, a.narrow, keep);
+  const Tensor out = empty(kCpu, {static_cast<int64_t>(kernels().packed(a, words))}, ScalarType::Byte);
   a.B = 32;  // as much work as 32 sequences make
   const int64_t threads = threads_for(a);
-  std::vector<uint32_t> taken(kernels().pack_items(a));
+  std::vector<uint32_t> taken(kernels().pack_items(a, words));
   Team team = {threads, taken.data(), 0};
   torch::stable::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) kernels().pack(a, team, i, data_or_sentinel(out));
+    for (int64_t i = begin; i < end; ++i) kernels().pack(a, words, team, i, data_or_sentinel(out));
   });
   return {out};
 }
@@ -281,7 +304,9 @@ PackedWeights pack_recurrent(const PackArguments& given) {
   ATTNFAST_LENGTHS(X)                                                     \
   X(Optional, key_bounds, spans)                                          \
   X(Optional, key_exponentials, exponentials, given.score)                \
+  X(Optional, packed, bytes)                                              \
   ATTNFAST_LAYER_OPTIONS(X)                                               \
+  X(bool, int8, any)                                                      \
   X(double, embedding_scale, any)                                         \
   X(int64_t, begin, between, 0, V - 1)                                    \
   X(int64_t, end, between, 0, V - 1)                                      \
@@ -307,6 +332,7 @@ struct SearchChecker : LayerChecker {
     R = given.weight_vocab.size(1);
     check(given.weight_output || given.weight_readout, "weight_readout");
     check(!given.bias_readout || given.weight_readout, "bias_readout");
+    check(!given.int8 || dtype == ScalarType::Float, "int8");
     check(given.weight_readout || R == output_dim, "weight_vocab");
     if (!given.attends_first && given.weight_ih.size(1) == E) F = 0, check(!given.feed, "feed");
   }
@@ -373,6 +399,11 @@ SearchOutputs search(const SearchArguments& given) {
   a.bias_readout = packed_view(given.bias_readout, keep);
   a.bias_vocab = packed_view(given.bias_vocab, keep);
   a.embedding_scale = given.embedding_scale;
+  if (given.packed) {
+    fit.check(static_cast<size_t>(given.packed->numel()) == kernels().packed(step, a), "packed");
+    keep.push_back(packed(*given.packed));
+    step.packed = data_or_sentinel(keep.back());
+  }
   a.length_penalty = given.length_penalty;
   a.length_bonus = given.length_bonus;
   keep.push_back(packed(given.limits));

@@ -24,17 +24,23 @@ struct LayerPlan {
 
 constexpr int64_t kMostBeam = 64;
 
+// The words that a search reads and writes, and the weights of their scores.
+struct Words {
+  int64_t V, R;
+  View embedding, weight_readout, weight_vocab, bias_readout, bias_vocab;
+  double embedding_scale;
+};
+
 // A search with a beam: the steps of a layer, one at a time, each of which reads the words that
 // continue the best hypotheses of the previous step.
-struct Search {
+struct Search : Words {
   Dtype dtype;
-  int64_t B, T;                    // sentences, and their hypotheses: T is the beam
-  int64_t V, R, begin, end, most;  // at most `most` words, the first after `begin`
-  int64_t beam, n_best, groups;    // groups: the parts of the vocabulary that threads share
+  int64_t B, T;                  // sentences, and their hypotheses: T is the beam
+  int64_t begin, end, most;      // at most `most` words, the first after `begin`
+  int64_t beam, n_best, groups;  // groups: the parts of the vocabulary that threads share
   RecurrentForward step;
   View hidden, first_cell, feed;  // [B, n]: initial values
-  View embedding, weight_readout, weight_vocab, bias_readout, bias_vocab;
-  double embedding_scale, length_penalty, length_bonus;
+  double length_penalty, length_bonus;
   const int64_t* limits;     // [B]
   View read;                 // scratch [B, beam, R], with a readout
   int64_t *words, *lengths;  // out [B, n_best, most] and [B, n_best]; a length is -1 after NaN
@@ -52,10 +58,12 @@ struct LayerKernel {
 };
 
 struct RecurrentKernels {
-  bool (*multiplies_narrow)();     // true if this processor multiplies bfloat16 pairs
-  size_t (*packed)(const Layer&);  // bytes of packed weights, an optional input of a forward
-  int64_t (*pack_items)(const Layer&);
-  void (*pack)(const Layer&, cpu::Team&, int64_t member, void* out);
+  bool (*multiplies_narrow)();  // true if this processor multiplies bfloat16 pairs
+  // Bytes of the packed weights of a layer and of words, if any: an optional input of a forward and of
+  // a search.
+  size_t (*packed)(const Layer&, const Words&);
+  int64_t (*pack_items)(const Layer&, const Words&);
+  void (*pack)(const Layer&, const Words&, cpu::Team&, int64_t member, void* out);
   LayerKernel<RecurrentForward> forward;
   LayerKernel<RecurrentBackward> backward;
   LayerKernel<Search> search;

@@ -32,16 +32,17 @@ struct BackwardRoom {
 
   BackwardRoom(const RecurrentBackward& a, Scratch<C>& room) {
     const int64_t units = panels<C>(a.H), gates = gates_of(a.cell) * a.H;
-    fed = take_panels(room, gates, panels<C>(a.F), a.narrow);
-    hidden = take_panels(room, gates, a.layers * units, a.narrow);
-    if (a.weight_ih_upper.data) above = take_panels(room, gates, (a.layers - 1) * units, a.narrow);
-    if (a.weight_query.data) query = take_panels(room, a.A, units, a.narrow);
+    const Stored stored = stored_in(a);
+    fed = take_panels(room, gates, panels<C>(a.F), stored);
+    hidden = take_panels(room, gates, a.layers * units, stored);
+    if (a.weight_ih_upper.data) above = take_panels(room, gates, (a.layers - 1) * units, stored);
+    if (a.weight_query.data) query = take_panels(room, a.A, units, stored);
     if (a.weight_output.data) {
-      context = take_panels(room, a.F, panels<C>(a.Dv), a.narrow);
-      output = take_panels(room, a.F, units, a.narrow);
+      context = take_panels(room, a.F, panels<C>(a.Dv), stored);
+      output = take_panels(room, a.F, units, stored);
     }
-    if (a.weight_gate.data) gate = take_panels(room, a.Dv, units, a.narrow);
-    if (a.grad_input.data) input = take_panels(room, gates, panels<C>(a.E), a.narrow);
+    if (a.weight_gate.data) gate = take_panels(room, a.Dv, units, stored);
+    if (a.grad_input.data) input = take_panels(room, gates, panels<C>(a.E), stored);
     to_state = room.take(a.layers * a.B * a.H);
     to_cell = room.take(a.layers * a.B * a.H);
     if ((features = take_features(a.attention, a.attention, true, room))) {
@@ -148,7 +149,7 @@ class BackwardPass {
     };
     const int64_t r = panel / of_layer * out.depth;
     if constexpr (sizeof(C) == sizeof(float))
-      if (out.narrow) return pack_from(row<uint16_t>(weight, 0, r));
+      if (out.stored == Stored::bfloat16) return pack_from(row<uint16_t>(weight, 0, r));
     pack_from(row<C>(weight, 0, r));
   }
 

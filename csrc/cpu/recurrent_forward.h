@@ -13,17 +13,18 @@ struct Packed {
   C* bias;  // of the sums of `cell_forward` in every layer, padded to whole panels
 
   Packed(const Layer& a, Scratch<C>& room) {
+    const Stored stored = stored_in(a);
     const int64_t units = panels<C>(a.H), gates = gates_of(a.cell) * units;
-    input = take_panels(room, a.E, gates, a.narrow);
-    fed = take_panels(room, a.F, gates, a.narrow);
-    hidden = take_panels(room, a.H, a.layers * gates, a.narrow);
-    if (a.weight_ih_upper.data) above = take_panels(room, a.H, (a.layers - 1) * gates, a.narrow);
-    if (a.weight_query.data) query = take_panels(room, a.H, panels<C>(a.A), a.narrow);
+    input = take_panels(room, a.E, gates, stored);
+    fed = take_panels(room, a.F, gates, stored);
+    hidden = take_panels(room, a.H, a.layers * gates, stored);
+    if (a.weight_ih_upper.data) above = take_panels(room, a.H, (a.layers - 1) * gates, stored);
+    if (a.weight_query.data) query = take_panels(room, a.H, panels<C>(a.A), stored);
     if (a.weight_output.data) {
-      context = take_panels(room, a.Dv, panels<C>(a.output_dim), a.narrow);
-      output = take_panels(room, a.H, panels<C>(a.output_dim), a.narrow);
+      context = take_panels(room, a.Dv, panels<C>(a.output_dim), stored);
+      output = take_panels(room, a.H, panels<C>(a.output_dim), stored);
     }
-    if (a.weight_gate.data) gate = take_panels(room, a.H, panels<C>(a.Dv), a.narrow);
+    if (a.weight_gate.data) gate = take_panels(room, a.H, panels<C>(a.Dv), stored);
     bias = room.take(a.layers * kMostGates * units * kPanel<C>);
   }
 
@@ -42,8 +43,12 @@ struct Packed {
       pack_rows(rows_of_weight + column, weight.row, min(kPanel<C>, rows - first), out.depth,
                 out.at(panel).data);
     };
-    if constexpr (sizeof(C) == sizeof(float))
-      if (out.narrow) return pack_from(row<uint16_t>(weight, 0, block * rows + first));
+    if constexpr (sizeof(C) == sizeof(float)) {
+      if (out.stored == Stored::bfloat16) return pack_from(row<uint16_t>(weight, 0, block * rows + first));
+      if (out.stored == Stored::int8)
+        return pack_bytes(row<C>(weight, 0, block * rows + first) + column, weight.row,
+                          min(kPanel<C>, rows - first), out.depth, out.at(panel).data);
+    }
     pack_from(row<C>(weight, 0, block * rows + first));
   }
 
@@ -93,7 +98,7 @@ class Forwards {
   // [context; state].
   C *dropped_query, *dropped_feed, *dropped_joined;
   void* features;
-  char* own;
+  char *own, *rounded;  // rounded: the bytes of left factors, if products take bytes
   const int64_t gates, units;
   const View sums;  // the inputs' contribution to the gates, until its step
 
@@ -108,10 +113,11 @@ class Forwards {
     features = take_features(a.attention, a.attention, false, room);
   }
   Forwards(const RecurrentForward& a, const LayerPlan& plan, Member& member, const Packed<C>& packed,
-           void* own)
+           void* own, void* rounded = nullptr)
       : a(a), plan(plan), member(member), packed(packed), masked{}, lifted(nullptr), dropped_query(nullptr),
         dropped_feed(nullptr), dropped_joined(nullptr), features(nullptr), own(static_cast<char*>(own)),
-        gates(gates_of(a.cell)), units(panels<C>(a.H)), sums(saved_of(a.cell) ? a.gates : a.states) {}
+        rounded(static_cast<char*>(rounded)), gates(gates_of(a.cell)), units(panels<C>(a.H)),
+        sums(saved_of(a.cell) ? a.gates : a.states) {}
 
   void run() {
     if (!a.packed) packed.pack(a, member);
@@ -133,6 +139,11 @@ class Forwards {
   }
 
  private:
+  template <size_t count>
+  void round(Factor<C> (&factors)[count]) const {
+    round_factors(a, plan, member, rounded, factors);
+  }
+
   void mask_first() {
     member.share(a.layers * a.B, [&](int64_t item) {
       const Level level = level_of<C>(a, item / a.B);
@@ -145,13 +156,15 @@ class Forwards {
   // Multiply the inputs of all steps at once.
   void multiply_inputs() {
     const int64_t chunks = parts(a.B * a.T, kMostBatch);
+    Factor<C> input[] = {{row<C>(a.input, 0), a.input.row, a.E}};
+    round(input);
     member.share(a.B && a.T ? chunks * packed.input.count : 0, [&](int64_t item) {
       const int64_t panel = item / chunks, first = item % chunks * kMostBatch,
                     unit = panel % units * kPanel<C>;
       const int64_t rows = min(kMostBatch, a.B * a.T - first);
       alignas(64) C x[kMostBatch * kPanel<C>];
       clear(x, rows * kPanel<C>);
-      multiply_panel(row<C>(a.input, 0, first), a.input.row, 1, rows, a.E, packed.input.at(panel), x);
+      input[0].multiply(first, rows, packed.input.at(panel), x);
       for (int64_t r = 0; r < rows; ++r)
         for_vectors<C>(a.H - unit, [&](int64_t c, int64_t n) {
           store_part(row<C>(sums, 0, first + r) + panel / units * a.H + unit + c,
@@ -163,9 +176,7 @@ class Forwards {
   void attend(int64_t t) {
     if (dropped_query)
       drop(t, a.dropout_query, 0, a.H, dropped_query, a.H, [&](int64_t b) { return query_state(b, t); });
-    if (a.queries.data)
-      member.share(blocks(a, plan, panels<C>(a.A)),
-                   [&](int64_t item) { project(t, Block(a, plan, item)); });
+    if (a.queries.data) project_queries(t);
     weigh(t);
     if (a.weight_gate.data) apply_gate(t);
   }
@@ -237,21 +248,25 @@ class Forwards {
   }
 
   // Compute the query, or, if the query is not a state of this step, copy the state.
-  void project(int64_t t, const Block& block) {
-    const int64_t first = block.panel * kPanel<C>;
+  void project_queries(int64_t t) {
     const bool projects = a.weight_query.data;
-    alignas(64) C x[kMostBatch * kPanel<C>];
-    clear(x, block.rows * kPanel<C>);
-    const Sources<C> from = dropped_state(block.b, t);
-    if (projects)
-      multiply_panel(from.data, from.stride, 1, block.rows, a.H, packed.query.at(block.panel), x);
-    for (int64_t r = 0; r < block.rows; ++r)
-      for_vectors<C>(a.A - first, [&](int64_t c, int64_t n) {
-        Vec<C> q = projects ? load(x + r * kPanel<C> + c)
-                            : load_part(from.data + r * from.stride + first + c, n, (C)0);
-        if (a.bias_query.data) q += load_part(row<C>(a.bias_query, 0) + first + c, n, (C)0);
-        store_part(row<C>(a.queries, block.b + r, t) + first + c, q, n);
-      });
+    Factor<C> state[] = {factor(dropped_state(0, t), a.H)};
+    if (projects) round(state);
+    const Factor<C>& from = state[0];
+    member.share(blocks(a, plan, panels<C>(a.A)), [&](int64_t item) {
+      const Block block(a, plan, item);
+      const int64_t first = block.panel * kPanel<C>;
+      alignas(64) C x[kMostBatch * kPanel<C>];
+      clear(x, block.rows * kPanel<C>);
+      if (projects) from.multiply(block.b, block.rows, packed.query.at(block.panel), x);
+      for (int64_t r = 0; r < block.rows; ++r)
+        for_vectors<C>(a.A - first, [&](int64_t c, int64_t n) {
+          Vec<C> q = projects ? load(x + r * kPanel<C> + c)
+                              : load_part(from.data + (block.b + r) * from.stride + first + c, n, (C)0);
+          if (a.bias_query.data) q += load_part(row<C>(a.bias_query, 0) + first + c, n, (C)0);
+          store_part(row<C>(a.queries, block.b + r, t) + first + c, q, n);
+        });
+    });
   }
 
   // Write n features of every sequence, times those of a mask of step t from `first` on, to the rows
@@ -269,9 +284,16 @@ class Forwards {
     const Level level = level_of<C>(a, layer);
     if (dropped_feed && !layer && read(t, 0, 0).data)
       drop(t, a.dropout_feed, 0, a.F, dropped_feed, a.F, [&](int64_t b) { return read(t, 0, b); });
+    const Sources<C> state = t ? of_step<C>(level.states, 0, t - 1) : of_step<C>(level.hidden, 0, 0);
+    Sources<C> below = read(t, layer, 0), seen = state;
+    if (dropped_feed && !layer && below.data) below = {dropped_feed, a.F};
+    if (a.dropout.data) seen = {masked[t % 2] + layer * a.B * a.H, a.H};
+    Factor<C> read_and_seen[] = {factor(below, layer ? a.H : a.F), factor(seen, a.H)};
+    round(read_and_seen);
     by_cell(a.cell, [&](auto known) {
-      member.share(blocks(a, plan, units),
-                   [&](int64_t item) { update_block(known, t, layer, level, Block(a, plan, item)); });
+      member.share(blocks(a, plan, units), [&](int64_t item) {
+        update_block(known, t, layer, level, state, read_and_seen, Block(a, plan, item));
+      });
     });
   }
 
@@ -285,28 +307,22 @@ class Forwards {
   }
 
   template <class Known>
-  void update_block(Known, int64_t t, int64_t layer, const Level& level, const Block& block) {
+  void update_block(Known, int64_t t, int64_t layer, const Level& level, const Sources<C>& state,
+                    const Factor<C> (&read_and_seen)[2], const Block& block) {
     constexpr int64_t P = kPanel<C>;
-    const int64_t b = block.b;
+    const auto& [below, seen] = read_and_seen;
     alignas(64) C x[kMostGates][kMostBatch * P];
     for (auto& gate : x) clear(gate, block.rows * P);
-    const Sources<C> state = t ? of_step<C>(level.states, b, t - 1) : of_step<C>(level.hidden, b, 0);
-    Sources<C> below = read(t, layer, b);
-    if (dropped_feed && !layer && below.data) below = {dropped_feed + b * a.F, a.F};
-    Sources<C> seen = state;
-    if (a.dropout.data) seen = {masked[t % 2] + (layer * a.B + b) * a.H, a.H};
     const Panels<C>& of_fed = layer ? packed.above : packed.fed;
     for (int gate = 0; gate < Known::gates; ++gate) {
       const int64_t panel = gate * units + block.panel, own = layer * Known::gates * units + panel;
       if (below.data)
-        multiply_panel(below.data, below.stride, 1, block.rows, of_fed.depth,
-                       of_fed.at(layer ? own - Known::gates * units : panel), x[gate]);
-      multiply_panel(seen.data, seen.stride, 1, block.rows, a.H, packed.hidden.at(own),
-                     x[sum_index(Known::cell, gate)]);
+        below.multiply(block.b, block.rows, of_fed.at(layer ? own - Known::gates * units : panel), x[gate]);
+      seen.multiply(block.b, block.rows, packed.hidden.at(own), x[sum_index(Known::cell, gate)]);
     }
     for (int64_t r = 0; r < block.rows; ++r)
-      update_units<Known>(t, layer, level, b + r, block.panel * P, x[0] + r * P,
-                          state.data + r * state.stride);
+      update_units<Known>(t, layer, level, block.b + r, block.panel * P, x[0] + r * P,
+                          state.data + (block.b + r) * state.stride);
   }
 
   // Run the cell on a panel's units, from i on, for one sequence; x are its sums, those of
@@ -361,16 +377,17 @@ class Forwards {
       drop(t, a.dropout_joined, 0, a.Dv, joined, width, context_of);
       drop(t, a.dropout_joined, a.Dv, a.H, joined + a.Dv, width, state_of);
     }
+    Factor<C> factors[] = {factor(joined ? Sources<C>{joined, width} : context_of(0), a.Dv),
+                           factor(joined ? Sources<C>{joined + a.Dv, width} : state_of(0), a.H)};
+    round(factors);
+    const auto& [context, state] = factors;
     member.share(blocks(a, plan, packed.output.count), [&](int64_t item) {
       const Block block(a, plan, item);
       const int64_t first = block.panel * kPanel<C>;
       alignas(64) C x[kMostBatch * kPanel<C>];
       clear(x, block.rows * kPanel<C>);
-      const C* const dropped = joined ? joined + block.b * width : nullptr;
-      const Sources<C> context = joined ? Sources<C>{dropped, width} : context_of(block.b),
-                       state = joined ? Sources<C>{dropped + a.Dv, width} : state_of(block.b);
-      multiply_panel(context.data, context.stride, 1, block.rows, a.Dv, packed.context.at(block.panel), x);
-      multiply_panel(state.data, state.stride, 1, block.rows, a.H, packed.output.at(block.panel), x);
+      context.multiply(block.b, block.rows, packed.context.at(block.panel), x);
+      state.multiply(block.b, block.rows, packed.output.at(block.panel), x);
       for (int64_t r = 0; r < block.rows; ++r)
         for_vectors<C>(a.output_dim - first, [&](int64_t c, int64_t n) {
           Vec<C> sum = load(x + r * kPanel<C> + c);

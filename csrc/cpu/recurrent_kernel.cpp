@@ -30,16 +30,16 @@ size_t forward_room(const RecurrentForward& a) {
   return bytes_of(room);
 }
 template <class C>
-size_t packed_room(const Layer& a) {
+size_t packed_room(const Layer& a, const Words& words) {
   Scratch<C> room = nowhere<C>();
-  Packed<C>(a, room);
+  PackedSearch<C>(a, words, room);
   return bytes_of(room);
 }
 template <class C>
-void pack_weights(const Layer& a, Team& team, int64_t who, void* out) {
+void pack_weights(const Layer& a, const Words& words, Team& team, int64_t who, void* out) {
   Member member(team, who);
   Scratch<C> room = {static_cast<C*>(out)};
-  Packed<C>(a, room).pack(a, member);
+  PackedSearch<C>(a, words, room).pack(a, words, member);
 }
 template <class C>
 size_t backward_room(const RecurrentBackward& a) {
@@ -82,9 +82,12 @@ int64_t backward_items(const RecurrentBackward& a, const LayerPlan& plan) {
   return most;
 }
 
+int64_t pack_items(const Layer& a, const Words& words) {
+  return larger(most_items(a, LayerPlan{.rows = kMostBatch}), 3 * parts(words.R, 4) + parts(words.V, 4));
+}
 int64_t search_items(const Search& a, const LayerPlan& plan) {
-  const int64_t of_words = parts(a.R, 4) + parts(a.V, 4);
-  return larger(forward_items(a.step, plan), of_words * larger(parts(a.B * a.beam, plan.rows), 1));
+  return larger(forward_items(a.step, plan),
+                pack_items(a.step, a) * larger(parts(a.B * a.beam, plan.rows), 1));
 }
 size_t forward_scratch(const RecurrentForward& a, const LayerPlan& plan) {
   if (!a.attends) return 0;
@@ -128,14 +131,14 @@ extern const RecurrentKernels recurrent = {
 #endif
         },
     .packed =
-        [](const Layer& a) {
-          return a.dtype == Dtype::f64 ? packed_room<double>(a) : packed_room<float>(a);
+        [](const Layer& a, const Words& words) {
+          return a.dtype == Dtype::f64 ? packed_room<double>(a, words) : packed_room<float>(a, words);
         },
-    .pack_items = [](const Layer& a) { return most_items(a, LayerPlan{.rows = kMostBatch}); },
+    .pack_items = pack_items,
     .pack =
-        [](const Layer& a, Team& team, int64_t who, void* out) {
+        [](const Layer& a, const Words& words, Team& team, int64_t who, void* out) {
           const auto run = a.dtype == Dtype::f64 ? pack_weights<double> : pack_weights<float>;
-          run(a, team, who, out);
+          run(a, words, team, who, out);
         },
     .forward = {.shared =
                     [](const RecurrentForward& a, const LayerPlan&) {

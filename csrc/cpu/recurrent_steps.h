@@ -75,6 +75,12 @@ Sources<C> of_step(const View& x, int64_t b, int64_t t) {
   return {row<C>(x, b, t), x.batch};
 }
 
+// Return how a layer's weights are packed.
+Stored stored_in(const Layer& a) {
+  if (a.int8) return Stored::int8;
+  return a.narrow ? Stored::bfloat16 : Stored::as_computed;
+}
+
 // An item of a product over a step's sequences: a panel and a range of sequences.
 struct Block {
   int64_t panel, b, rows;
@@ -87,6 +93,29 @@ struct Block {
 };
 int64_t blocks(const Layer& a, const LayerPlan& plan, int64_t panels) {
   return a.B ? panels * parts(a.B, plan.rows) : 0;
+}
+
+// Return step t of the rows of a view as a left factor.
+template <class C>
+Factor<C> factor(const Sources<C>& rows, int64_t depth) {
+  return {rows.data, rows.stride, depth};
+}
+
+// Round the factors of a layer's rows if products take bytes, into `room`; absent ones have no data.
+template <class C, size_t count>
+void round_factors(const Layer& a, const LayerPlan& plan, Member& member, char* room,
+                   Factor<C> (&factors)[count]) {
+  if constexpr (sizeof(C) == sizeof(float)) {
+    if (!a.int8) return;
+    for (Factor<C>& x : factors)
+      if (x.data) x.bytes = take_bytes(room, a.B, x.depth);
+    member.share(blocks(a, plan, count), [&](int64_t item) {
+      const Block block(a, plan, item);
+      const Factor<C>& x = factors[block.panel];
+      for (int64_t b = block.b; x.data && b < block.b + block.rows; ++b)
+        round_row(x.data + b * x.stride, x.depth, x.bytes, b);
+    });
+  }
 }
 
 // ---- cells --------------------------------------------------------------------------------------

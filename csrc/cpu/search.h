@@ -69,12 +69,46 @@ struct FinishedHypothesis {
   Link<C> link;
 };
 
-// The packed parameters and the buffers of a search.
+// The packed parameters of a search.
 template <class C>
-struct SearchRoom {
+struct PackedSearch {
   Packed<C> layer;
   Panels<C> of_state, of_context, of_input;  // of the readout
   Panels<C> vocabulary;
+
+  PackedSearch(const Layer& a, const Words& words, Scratch<C>& room) : layer(a, room) {
+    const Stored stored = stored_in(a);
+    if (words.weight_readout.data) {
+      of_state = take_panels(room, a.H, panels<C>(words.R), stored);
+      of_context = take_panels(room, a.Dv, panels<C>(words.R), stored);
+      of_input = take_panels(room, a.E, panels<C>(words.R), stored);
+    }
+    vocabulary = take_panels(room, words.R, panels<C>(words.V), stored);
+  }
+
+  // Return those that the caller provides, if any.
+  static PackedSearch of(const Search& a, Scratch<C>& room) {
+    Scratch<C> given = {static_cast<C*>(a.step.packed)};
+    return PackedSearch(a.step, a, a.step.packed ? given : room);
+  }
+
+  void pack(const Layer& a, const Words& words, Member& member) const {
+    layer.pack(a, member);
+    const int64_t of_readout = of_state.count;
+    member.share(3 * of_readout + vocabulary.count, [&](int64_t item) {
+      if (item >= 3 * of_readout)
+        return Packed<C>::pack(vocabulary, words.weight_vocab, 0, words.V, item - 3 * of_readout);
+      const Panels<C>* const all[] = {&of_state, &of_context, &of_input};
+      const int64_t columns[] = {0, a.H, a.H + a.Dv}, which = item / of_readout;
+      Packed<C>::pack(*all[which], words.weight_readout, columns[which], words.R, item % of_readout);
+    });
+  }
+};
+
+// The buffers of a search.
+template <class C>
+struct SearchRoom {
+  PackedSearch<C> packed;
   int64_t panels_at_a_time;         // of the vocabulary, in one item
   Candidate<C>* candidates;         // [rows, groups, K], without the end
   Mass<C>* masses;                  // [rows, groups]
@@ -93,17 +127,12 @@ struct SearchRoom {
   C *key, *value, *exponentials;
   int64_t *lengths, *key_bounds;
   bool* mask;
+  char* rounded;  // the bytes of up to three left factors
 
-  SearchRoom(const Search& a, Scratch<C>& room) : layer(a.step, room) {
+  SearchRoom(const Search& a, Scratch<C>& room) : packed(PackedSearch<C>::of(a, room)) {
     const RecurrentForward& step = a.step;
     const int64_t K = a.beam, rows = a.B * K;
-    if (a.weight_readout.data) {
-      of_state = take_panels(room, step.H, panels<C>(a.R), step.narrow);
-      of_context = take_panels(room, step.Dv, panels<C>(a.R), step.narrow);
-      of_input = take_panels(room, step.E, panels<C>(a.R), step.narrow);
-    }
-    vocabulary = take_panels(room, a.R, panels<C>(a.V), step.narrow);
-    panels_at_a_time = larger(parts(vocabulary.count, a.groups), 1);
+    panels_at_a_time = larger(parts(packed.vocabulary.count, a.groups), 1);
     const auto take = [&]<class T>(T*& out, int64_t n) {
       out = reinterpret_cast<T*>(room.take(parts(n * sizeof(T), sizeof(C))));
     };
@@ -129,9 +158,11 @@ struct SearchRoom {
     take(lengths, a.B);
     take(key_bounds, of.key_bounds.batch ? a.B * a.most * 2 : 0);
     take(mask, of.mask.batch ? a.B * of.Tk : 0);
+    const int64_t depth = larger(larger(larger(step.E, step.H), larger(step.F, step.Dv)), a.R);
+    take(rounded, step.int8 ? 3 * size_of_bytes(rows, depth) : 0);
   }
 
-  int64_t groups() const { return parts(vocabulary.count, panels_at_a_time); }
+  int64_t groups() const { return parts(packed.vocabulary.count, panels_at_a_time); }
 };
 
 template <class C>
@@ -153,15 +184,16 @@ class BeamSearch {
   }
 
   void run() {
-    room.layer.pack(a.step, member);
-    pack_words();
+    if (!a.step.packed) room.packed.pack(a.step, a, member);
     member.share(a.B, [&](int64_t b) { begin(b); });
     for (int64_t t = 0; attention.B && t < a.most; ++t) {
       const RecurrentForward step = step_at(t);
-      Forwards<C>(step, plan, member, room.layer, own).take_steps();
+      Forwards<C>(step, plan, member, room.packed.layer, own, room.rounded).take_steps();
       if (a.weight_readout.data) read_out(step);
       const View output = a.weight_readout.data ? View{a.read.data, a.R} : step.attentional;
-      member.share(blocks(step, plan, groups), [&](int64_t item) { score(step, output, item); });
+      Factor<C> outputs[] = {factor(of_step<C>(output, 0, 0), a.R)};
+      round_factors(step, plan, member, room.rounded, outputs);
+      member.share(blocks(step, plan, groups), [&](int64_t item) { score(step, outputs[0], item); });
       member.share(attention.B, [&](int64_t i) { choose(i, t); });
       member.share(1, [&](int64_t) { count(attention.B, t); });
       const int64_t left = room.counts[t + 1];
@@ -189,17 +221,6 @@ class BeamSearch {
     shift_to_step(of.key_bounds, t, sizeof(int64_t));
     of.key_bounds.row = 0;  // the same for all hypotheses
     return step;
-  }
-
-  void pack_words() {
-    const int64_t H = a.step.H, of_readout = room.of_state.count;
-    member.share(3 * of_readout + room.vocabulary.count, [&](int64_t item) {
-      if (item >= 3 * of_readout)
-        return Packed<C>::pack(room.vocabulary, a.weight_vocab, 0, a.V, item - 3 * of_readout);
-      const Panels<C>* const all[] = {&room.of_state, &room.of_context, &room.of_input};
-      const int64_t columns[] = {0, H, H + a.step.Dv}, which = item / of_readout;
-      Packed<C>::pack(*all[which], a.weight_readout, columns[which], a.R, item % of_readout);
-    });
   }
 
   // Give all hypotheses of sentence b its initial state; only the first may continue.
@@ -232,19 +253,18 @@ class BeamSearch {
 
   // Compute the readout from the state, the context and the word.
   void read_out(const RecurrentForward& step) {
-    member.share(blocks(step, plan, room.of_state.count), [&](int64_t item) {
+    const PackedSearch<C>& packed = room.packed;
+    const Panels<C>* const with[] = {&packed.of_state, &packed.of_context, &packed.of_input};
+    Factor<C> factors[] = {factor(of_step<C>(last_level<C>(step).states, 0, 0), step.H),
+                           factor(of_step<C>(step.contexts, 0, 0), step.Dv),
+                           factor(of_step<C>(step.input, 0, 0), step.E)};
+    round_factors(step, plan, member, room.rounded, factors);
+    member.share(blocks(step, plan, packed.of_state.count), [&](int64_t item) {
       const Block block(step, plan, item);
       const int64_t first = block.panel * P;
       alignas(64) C x[kMostBatch * P];
       clear(x, block.rows * P);
-      const auto multiply = [&](const View& from, const Panels<C>& with) {
-        if (from.data)
-          multiply_panel(row<C>(from, block.b), from.batch, 1, block.rows, with.depth, with.at(block.panel),
-                         x);
-      };
-      multiply(last_level<C>(step).states, room.of_state);
-      multiply(step.contexts, room.of_context);
-      multiply(step.input, room.of_input);
+      for (int i = 0; i < 3; ++i) factors[i].multiply(block.b, block.rows, with[i]->at(block.panel), x);
       for (int64_t r = 0; r < block.rows; ++r)
         for_vectors<C>(a.R - first, [&](int64_t c, int64_t n) {
           Vec<C> sum = load(x + r * P + c);
@@ -256,10 +276,10 @@ class BeamSearch {
 
   // Compute the logits of a group of panels for some rows. Keep the best of each row but the end's,
   // to which no length bonus is added, the end's, and the mass of all.
-  void score(const RecurrentForward& step, const View& output, int64_t item) {
+  void score(const RecurrentForward& step, const Factor<C>& outputs, int64_t item) {
     const Block block(step, plan, item);
     const int64_t first = block.panel * room.panels_at_a_time,
-                  last = min(first + room.panels_at_a_time, room.vocabulary.count);
+                  last = min(first + room.panels_at_a_time, room.packed.vocabulary.count);
     Lanes lanes[kMostBatch];
     Best<C> best[kMostBatch];
     for (int64_t r = 0; r < block.rows; ++r) {
@@ -270,8 +290,7 @@ class BeamSearch {
     for (int64_t panel = first; panel < last; ++panel) {
       alignas(64) C x[kMostBatch * P];
       clear(x, block.rows * P);
-      multiply_panel(row<C>(output, block.b), output.batch, 1, block.rows, a.R, room.vocabulary.at(panel),
-                     x);
+      outputs.multiply(block.b, block.rows, room.packed.vocabulary.at(panel), x);
       add_bias(panel, block.rows, x);
       for (int64_t r = 0; r < block.rows; ++r) {
         if (a.end / P == panel) room.of_end[block.b + r] = x[r * P + a.end % P];
