@@ -467,8 +467,8 @@ def test_int8_needs_the_operator():
     made, *sources = model_and_sources("bahdanau", False)
     with pytest.raises(InputError, match="int8 needs a search in one operator, but the model is"):
         beam_search(made, *sources, int8=True)
+    scorer = mock.Mock()
     with pytest.raises(InputError, match="but a scorer judges hypotheses"):
-        scorer = mock.Mock()
         beam_search(made.float(), *sources, int8=True, scorer=scorer)
     made, *sources = model_and_sources("coverage", False)
     with pytest.raises(InputError, match="but its attention has a history"):
