@@ -2,6 +2,7 @@
 
 import math
 import random
+from dataclasses import replace
 from functools import partial
 from unittest import mock
 
@@ -13,10 +14,10 @@ from test_recurrent import call as layer_call
 from torch import Tensor
 
 from attnfast._utils.checks import InputError
-from attnfast.decoding import beam_search, greedy_search, search
+from attnfast.decoding import beam_search, greedy_search, sample, search
 from attnfast.decoding._constraints import output_limit
 from attnfast.models import BOS, EOS, Config, build
-from attnfast.ops import dispatch, reference
+from attnfast.ops import dispatch, reference, reference_search
 from attnfast.ops.backends import HALF, unsupported_reason
 from attnfast.ops.operators import CHECKS
 from attnfast.ops.recurrent import WEIGHTS
@@ -41,6 +42,25 @@ BEAMS = {
     "of three": {"beam": 3, "n_best": 2, "length_penalty": 1.0},
     "of five": {"beam": 5, "n_best": 5, "length_penalty": 0.6, "length_bonus": 0.3},
     "wide": {"beam": 20, "n_best": 7, "length_bonus": 1.0},
+}
+
+#: Rules and outputs of a search.
+RULES = {
+    "weights": {"need_weights": True},
+    "shortest": {"min_length": 3},
+    "no word twice": {"no_repeat_ngram": 1},
+    "no pair twice": {"no_repeat_ngram": 2, "need_weights": True},
+    "covering": {"coverage_penalty": 0.7, "length_penalty": 1.0},
+    "all": {"need_weights": True, "min_length": 2, "no_repeat_ngram": 3, "coverage_penalty": 0.2},
+}
+
+#: Draws of words.
+DRAWS = {
+    "of all": {},
+    "sharp": {"temperature": 0.4},
+    "of the first": {"top_k": 4, "temperature": 1.7},
+    "of the likely": {"top_p": 0.6},
+    "of both": {"top_k": 9, "top_p": 0.8, "temperature": 0.9},
 }
 
 
@@ -74,9 +94,19 @@ def call(
         args["mask"] = args["mask"][:, :1].repeat_interleave(apart, -1)[..., ::apart]
     args["bias_vocab"] = floats(V) if "biases" in case.terms else None
     limits = torch.randint(0, case.T + 1, (case.B,), generator=g).to(device)
+    word_mask = (torch.arange(V) >= 3).unsqueeze(0)
+    if "words" in case.terms:  # masks of each sentence
+        word_mask = torch.rand(case.B, V, generator=g) < 0.8
+        word_mask[:, 3] |= torch.rand(case.B, generator=g) < 0.7
+    if "prefix" in case.terms:
+        args["prefix"] = torch.randint(4, V + 1, (case.B, 3), generator=g).to(device)
+        args["prefix"][torch.rand(case.B, 3, generator=g).cumsum(1) > 1] = -1
+    if "numbers" in case.terms:
+        shape = case.B, int(options.get("beam", 1)), case.T
+        args["numbers"] = torch.rand(shape, generator=g, dtype=torch.float64).to(device)
     return SearchInputs(
         floats(V, E), floats(V, R, scale=2), limits, **args,
-        embedding_scale=0.8, begin=2, end=3, most=case.T, **options,
+        embedding_scale=0.8, begin=2, end=3, most=case.T, word_mask=word_mask.to(device), **options,
     )  # fmt: skip
 
 
@@ -86,7 +116,7 @@ def judge(kind: str, case: Case, backend: str, **sizes: float) -> list[tuple[int
     In float32 scores of a beam may be too close to be ordered: only the best is compared.
     """
     args = call(kind, case, **sizes, device=DEVICE[backend])
-    wanted = reference.search(doubled(call(kind, case, **sizes)))
+    wanted = reference_search.search(doubled(call(kind, case, **sizes)))
     got = SEARCH(backend, args)
     rows = zip(wanted.words.flatten(0, 1).tolist(), wanted.lengths.flatten().tolist())
     if args.beam > 1 and case.dtype == torch.float32:
@@ -122,21 +152,62 @@ def test_beams(kind, beam, backend):
     assert len({len(row) for row in rows}) > 2
 
 
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("beam", [1, 2, 4])
+def test_rules(beam, rule, backend):
+    """Words that are masked, forced or would repeat, and what a search returns beside words."""
+    served(backend)
+    rows, kinds = [], iter(KINDS * 2)
+    for V, terms in ((50, ()), (9, ("words",)), (40, ("prefix", "words")), (6, ("mask", "prefix"))):
+        for more in (("lengths", "biases"), ("lengths", "span", "stack")):
+            kind = next(kinds)
+            case = Case(
+                "gru", None, "tanh", B=9, T=8, terms=(*terms, *more), dtype=torch.float64, seed=V
+            )
+            options = {"beam": beam, "n_best": beam, **RULES[rule]}
+            rows += judge(kind, case, backend, V=V, **options)
+    assert len(set(rows)) > 8
+    assert len({len(row) for row in rows}) > 2
+
+
+@pytest.mark.parametrize("how", DRAWS)
+@pytest.mark.parametrize("beam", [1, 3])
+def test_draws(beam, how, backend):
+    served(backend)
+    rows, kinds = [], iter(KINDS)
+    for V, terms in ((50, ()), (9, ("words",)), (40, ("prefix", "words")), (700, STACKED)):
+        case = Case(
+            "lstm", None, "tanh", B=9, T=8, terms=("numbers", *terms), dtype=torch.float64, seed=V
+        )
+        rules = {"min_length": 2, "no_repeat_ngram": 2, "need_weights": True} if terms else {}
+        options = {"beam": beam, "n_best": beam, **rules, **DRAWS[how]}
+        rows += judge(next(kinds), case, backend, V=V, **options)
+    assert len(set(rows)) > 8
+    assert len({len(row) for row in rows}) > 2
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_fuzz(seed, backend):
     served(backend)
     draw = random.Random(seed)
     for _ in range(16):
         size = lambda *most: draw.randint(1, draw.choice(most))  # noqa: E731
+        terms = tuple(x for x in (*STACKED, "words", "prefix") if draw.random() < 0.5)
         case = Case(
             draw.choice(("gru", "lstm", "tanh")), None,
             draw.choice(("dot", "tanh", "relu", "leaky_relu")),
             B=size(3, 40), T=size(4, 12), E=size(9, 70), H=size(9, 70), Tk=size(5, 70),
             A=size(9, 70), Dv=size(9, 70), F=size(9, 70),
-            terms=tuple(x for x in STACKED if draw.random() < 0.5), seed=draw.randint(0, 2**31),
+            terms=terms, seed=draw.randint(0, 2**31),
             dtype=draw.choice((torch.float32, torch.float64)),
         )  # fmt: skip
         options = draw.choice([*BEAMS.values()])
+        if draw.random() < 0.5:
+            options = options | draw.choice([*RULES.values()])
+        if case.dtype == torch.float64 and draw.random() < 0.3:
+            case = replace(case, terms=(*case.terms, "numbers"))
+            beam = options.get("beam", 1)
+            options = options | {"n_best": beam} | draw.choice([*DRAWS.values()])
         judge(draw.choice(KINDS), case, backend, V=4 + size(9, 700), R=size(9, 70), **options)
 
 
@@ -213,7 +284,7 @@ def test_of_equal_scores_the_first_word_is_said(backend):
         1e9  # of one lane and of several; beside which other scores vanish
     )
     assert SEARCH(backend, args).words.tolist() == [[[47, 47, 3]]]
-    args.bias_vocab[:3] = 1e12  # below the end: never said
+    args.bias_vocab[:3] = 1e12  # masked: never said
     assert SEARCH(backend, args).words.tolist() == [[[47, 47, 3]]]
     args.bias_vocab[3] = 1e10
     assert SEARCH(backend, args).words[0, 0, 0] == 3
@@ -229,14 +300,15 @@ def test_of_equal_hypotheses_the_first_are_kept(bias, backend):
     args = args._replace(bias_vocab=torch.full((40,), bias, dtype=torch.float64))
     args = args._replace(limits=torch.tensor([4, 3]))
     args.bias_vocab[3] = 0.0
-    for got, wanted in zip(SEARCH(backend, args), reference.search(args)):
+    for got, wanted in zip(SEARCH(backend, args), reference_search.search(args)):
         torch.testing.assert_close(got, wanted)
 
 
 @pytest.mark.parametrize("beam", [1, 4])
 def test_a_sentence_without_scores_ends_alone(beam, backend):
     served(backend)
-    args = call("attend_first", Case("gru", None, B=4, T=6), V=300, beam=beam)
+    case = Case("gru", None, B=4, T=6)
+    args = call("attend_first", case, V=300, beam=beam, need_weights=True)
     args = args._replace(limits=torch.full((4,), 6))
     wanted = SEARCH(backend, args)
     none = SEARCH(backend, args._replace(bias_vocab=torch.full((300,), -math.inf)))
@@ -391,19 +463,45 @@ def judge_model(seed: int) -> None:
             x.mul_(draw.choice((1, 2, 4)))
     B, Tk, beam = draw.randint(1, 6), draw.randint(1, 9), draw.choice((1, 2, 3, 5, 8, 40))
     source, lengths = torch.randint(4, V, (B, Tk)), torch.randint(1, Tk + 1, (B,))
-    options = {
-        "n_best": draw.randint(1, beam), "length_penalty": draw.choice((0.0, 0.6, 1.0, -0.5)),
-        "length_bonus": draw.choice((0.0, 0.5, -0.3)), "max_length": draw.choice((None, 1, 2, 7)),
-    }  # fmt: skip
+    options: dict = {"max_length": draw.choice((None, 3, 7)), "min_length": draw.choice((0, 0, 2))}
+    if draw.random() < 0.3:
+        options["no_repeat_ngram"] = draw.randint(1, 3)
+    if draw.random() < 0.3:
+        options["word_mask"] = torch.rand(*draw.choice(((V,), (B, V)))) < 0.8
+    if draw.random() < 0.3:
+        options["forbidden"] = [0] + draw.sample([1, 2, *range(4, V)], draw.randint(0, 3))
+    words = [x for x in range(V) if x != EOS and x not in options.get("forbidden", (0, 1, 2))]
+    if words and draw.random() < 0.3:
+        options["prefix"] = [draw.choices(words, k=draw.randint(0, 3)) for _ in range(B)]
+    options["need_weights"] = draw.random() < 0.3
+    samples = draw.random() < 0.3
+    if samples:
+        generator = torch.Generator()
+        options |= {
+            "samples": beam, "temperature": draw.choice((0.3, 1.0, 2.0)), "generator": generator,
+            "top_k": draw.choice((0, 0, 3, 900)), "top_p": draw.choice((1.0, 1.0, 0.5)),
+        }  # fmt: skip
+    else:
+        options |= {
+            "beam": beam, "n_best": draw.randint(1, beam),
+            "length_penalty": draw.choice((0.0, 0.6, 1.0, -0.5)),
+            "length_bonus": draw.choice((0.0, 0.5, -0.3)),
+            "coverage_penalty": draw.choice((0.0, 0.0, 0.4)),
+        }  # fmt: skip
     found = []
     for run in (search._run_operator, lambda *_, **__: None):
+        if samples:
+            generator.manual_seed(seed)
         with mock.patch.object(search, "_run_operator", run):
-            found.append(beam_search(made, source, lengths, beam, **options))
+            found.append((sample if samples else beam_search)(made, source, lengths, **options))
     torch.testing.assert_close(*(x.scores for x in found), msg=f"scores of seed {seed}")
     for i, one in enumerate(zip(*(x.hypotheses() for x in found))):
         scores = found[0].scores[i]
-        tied = (scores.diff().abs() < 1e-9 * scores[:-1].abs()).any()  # or sums of equal terms
+        tied = not samples and (scores.diff().abs() < 1e-9 * scores[:-1].abs()).any()
         assert tied or one[0] == one[1], f"sentence {i} of seed {seed}"
+        if options["need_weights"] and not tied:
+            weights = [x.weights[i] for x in found]
+            torch.testing.assert_close(*weights, msg=f"weights of sentence {i} of seed {seed}")
 
 
 @pytest.mark.parametrize("first", [0, 100])

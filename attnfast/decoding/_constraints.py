@@ -70,18 +70,16 @@ class Constraints(NamedTuple):
         }
         return self._replace(**tensors)
 
-    def skip_reason(self) -> str:
-        """Return why no operator can search with these constraints, or an empty string."""
-        kinds = {
-            "a prefix": self.prefix is not None,
-            "a mask of words": self.word_mask is not None,
-            "a minimum length": self.min_length > 0,
-            "forbidden n-grams": self.no_repeat_ngram > 0,
-            f"forbidden words other than those below the end, {self.end}": (
-                set(self.forbidden) != set(range(self.end))
-            ),
-        }
-        return next((f"no operator has {kind}" for kind, is_so in kinds.items() if is_so), "")
+    def for_operator(self, V: int) -> dict[str, Any]:
+        """Return the arguments of the operator ``search`` that constrain words."""
+        mask = torch.ones(1, V, dtype=torch.bool, device=self.limits.device)
+        if self.word_mask is not None:
+            mask = self._padded_mask(V).clone()
+        mask[:, [word for word in self.forbidden if word < V]] = False
+        return {
+            "word_mask": mask, "prefix": self.prefix, "min_length": self.min_length,
+            "no_repeat_ngram": min(self.no_repeat_ngram, MAX_INT32),
+        }  # fmt: skip
 
     def log_probs(
         self, logits: Tensor, words: Tensor, sentence: Tensor, other: Tensor | None, share: float
@@ -107,7 +105,9 @@ class Constraints(NamedTuple):
             if word < V:  # a list of them would be copied to a GPU
                 logits[:, word] = -math.inf
         if self.word_mask is not None:
-            logits = logits.masked_fill(~self._word_mask(V, sentence), -math.inf)
+            mask = self._padded_mask(V)
+            mask = mask if len(mask) == 1 else mask[sentence]
+            logits = logits.masked_fill(~mask, -math.inf)
         log_probs = logits.log_softmax(-1)
         if self.word_mask is not None:  # where no word is left
             log_probs = log_probs.masked_fill(
@@ -118,14 +118,14 @@ class Constraints(NamedTuple):
             log_probs = mixed.masked_fill(log_probs == -math.inf, -math.inf)
         return log_probs.masked_fill(self._hidden(words, sentence, is_end), -math.inf)
 
-    def _word_mask(self, V: int, sentence: Tensor) -> Tensor:
+    def _padded_mask(self, V: int) -> Tensor:
+        """Return the mask of words, and True for copied words, ``[1 or B, V]``."""
         mask = self.word_mask
         assert mask is not None
         if mask.shape[-1] > V:
             expected = f"[V] or [B, V] with V = {V}, the number of words"
             raise InputError(argument_message("word_mask", expected, list(mask.shape)))
-        mask = F.pad(mask, (0, V - mask.shape[-1]), value=True)  # copied words
-        return mask if len(mask) == 1 else mask[sentence]
+        return F.pad(mask, (0, V - mask.shape[-1]), value=True)
 
     def _hidden(self, words: Tensor, sentence: Tensor, is_end: Tensor) -> Tensor:
         """Return where the rules that depend on the hypothesis forbid a word, ``[R, V]``."""

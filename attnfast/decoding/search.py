@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from attnfast._utils.checks import (
+    MAX_INT32,
     InputError,
     argument_message,
     check_flag,
@@ -207,14 +208,14 @@ def beam_search(
         found = _search_greedily(search)
         words = (found.lengths + ~found.finished).to(found.scores)
         return found._replace(scores=found.scores / _normaliser(words, length_penalty))
-    if coverage_penalty:
-        search = search._replace(need_weights=True)
     done = _run_operator(
         "beam search", search, beam=beam, n_best=n_best, length_penalty=float(length_penalty),
-        length_bonus=float(length_bonus),
+        length_bonus=float(length_bonus), coverage_penalty=float(coverage_penalty),
     )  # fmt: skip
     if done is not None:
         return done
+    if coverage_penalty:
+        search = search._replace(need_weights=True)
     beams = _Beams(search, beam, length_penalty, coverage_penalty, length_bonus)
     while beams.going:
         beams.step()
@@ -305,21 +306,25 @@ def sample(
     if len(generators) != len(limits):
         expected = f"one for each of {len(limits)} sentences"
         raise InputError(argument_message("generator", expected, len(generators)))
-    if search.int8:
-        raise InputError("int8 needs a search in one operator, but no operator draws words")
-    record("sampling", "step by step", "no operator draws words")
-    hypotheses, device = Hypotheses(search, samples), source.device
-    numbers = torch.zeros(len(hypotheses.words), max(limits, default=0), dtype=torch.float64)
-    numbers = numbers.to(device)
+    device, shape = source.device, (len(source) * samples, max(limits, default=0))
+    numbers = torch.zeros(shape, dtype=torch.float64, device=device)
     for part, limit, x in zip(numbers.tensor_split(len(limits) or 1), limits, generators):
         part[:, :limit] = torch.rand(
             len(part), limit, dtype=torch.float64, generator=x, device=x.device if x else device
         )
 
+    done = _run_operator(
+        "sampling", search, beam=samples, n_best=samples, temperature=float(temperature),
+        top_k=min(top_k, MAX_INT32), top_p=float(top_p),
+        numbers=numbers.view(len(source), samples, shape[1]),
+    )  # fmt: skip
+    if done is not None:
+        return done
+
     def choose(log_probs: Tensor, t: int) -> Tensor:
         return draw_words(log_probs / temperature, numbers[:, t], top_k, top_p)
 
-    return _choose_each(hypotheses, choose, samples)
+    return _choose_each(Hypotheses(search, samples), choose, samples)
 
 
 def _begin(
@@ -373,11 +378,9 @@ def _run_operator(name: str, search: Search, **options: Any) -> SearchOutput | N
 
     ``options`` are arguments of :class:`attnfast.ops.search.SearchInputs`.
     """
-    reason, call, backend = search.constraints.skip_reason(), None, None
+    reason, call, backend = "", None, None
     if search.scorer is not None:
         reason = "a scorer judges hypotheses"
-    elif search.need_weights:
-        reason = "the operator returns no attention weights"
     elif options.get("beam", 1) > MOST_BEAM:
         reason = f"the operator has at most {MOST_BEAM} hypotheses"
     if not reason:
@@ -393,11 +396,15 @@ def _run_operator(name: str, search: Search, **options: Any) -> SearchOutput | N
     if call is None or backend is None:
         return None
     call = _pack(search.model, call, backend, search.int8)
-    words, word_scores, lengths, scores = dispatch.run(SEARCH, call._replace(**options), backend)
+    call = call._replace(**options, need_weights=search.need_weights)
+    words, word_scores, lengths, scores, weights = dispatch.run(SEARCH, call, backend)
     _raise_if_nan((lengths < 0).any())
     T = int(lengths.max()) if lengths.numel() else 0
     finished = scores > -math.inf
-    return SearchOutput(words[..., :T], lengths, scores, finished, word_scores[..., :T])
+    return SearchOutput(
+        words[..., :T], lengths, scores, finished, word_scores[..., :T],
+        weights[..., :T, :] if search.need_weights else None,
+    )  # fmt: skip
 
 
 #: The packed parameters of each model's last search.

@@ -202,6 +202,8 @@ class Seq2Seq(nn.Module):
     ) -> tuple[SearchInputs | None, str | None, str]:
         """Return the operator's arguments for a search, its backend, and why there is none."""
         backend, reason = self._select_search_backend(source, state)
+        if PAD not in constraints.forbidden or constraints.start == PAD:
+            backend, reason = None, f"a hypothesis may have the padding word, {PAD}"
         if backend is None:
             return None, None, reason
         decoder, words, limits = self.decoder, self.embedding, constraints.limits
@@ -223,6 +225,7 @@ class Seq2Seq(nn.Module):
             attends_first=layer.attends_first, begin=constraints.start, end=constraints.end,
             most=most,
             embedding_scale=words.embedding_dim**0.5, **terms,
+            **constraints.for_operator(words.num_embeddings),
         )  # fmt: skip
         return call, backend, ""
 

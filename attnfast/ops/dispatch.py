@@ -10,7 +10,7 @@ from torch import Tensor
 from attnfast._utils.checks import check_choice
 from attnfast._utils.dispatch_log import record
 from attnfast._utils.torch_private import is_transformed
-from attnfast.ops import reference
+from attnfast.ops import reference, reference_search
 from attnfast.ops.arguments import as_returned, raise_on_tangents
 from attnfast.ops.attention import (
     ATTENTION,
@@ -32,7 +32,8 @@ def run(operator: ForwardOperator, call: Any, backend: str) -> Any:
     """
     if backend == "reference":
         operator.check(call)
-        return getattr(reference, operator.name)(call)
+        functions = reference_search if operator.name == "search" else reference
+        return getattr(functions, operator.name)(call)
     try:
         raise_on_tangents(call)
         if not torch.is_grad_enabled():

@@ -31,7 +31,6 @@ from attnfast.ops.recurrent import (
 )
 from attnfast.ops.recurrent import fake as fake_recurrent
 from attnfast.ops.scores import ScoreInputs, ScoreOutputs
-from attnfast.ops.search import SearchInputs, SearchOutputs, layer_of
 from attnfast.ops.span import to_columns, to_dense
 
 __all__ = [
@@ -41,7 +40,6 @@ __all__ = [
     "linear",
     "recurrent",
     "scores",
-    "search",
 ]  # fmt: skip
 
 
@@ -335,7 +333,7 @@ def linear(call: LinearInputs) -> LinearOutputs:
     return LinearOutputs(torch.nn.functional.linear(call.input, call.weight, call.bias))
 
 
-def _wide(call: Any) -> Any:
+def widen_weights(call: Any) -> Any:
     """Return the call of a layer with its weights in the dtype of the other tensors."""
     weights = [x for x in WEIGHTS if getattr(call, x, None) is not None]
     return call._replace(**{x: getattr(call, x).to(call.hidden.dtype) for x in weights})
@@ -343,7 +341,7 @@ def _wide(call: Any) -> Any:
 
 def recurrent(call: RecurrentInputs, int8: bool = False) -> RecurrentOutputs:
     """Compute states, contexts and weights step by step; ``int8`` as in a search."""
-    call = _wide(call)
+    call = widen_weights(call)
     B, T, _ = call.input.shape
     f = call.input.new_zeros(B, feed_size(call)) if call.feed is None else call.feed
     levels = [layer_at(call, i) for i in range(*layers(call) or (1,))]
@@ -448,129 +446,3 @@ def recurrent(call: RecurrentInputs, int8: bool = False) -> RecurrentOutputs:
         ]
     made = RecurrentOutputs(*rows)
     return made if past[0] is None else made._replace(coverage=past[0], loss=loss)
-
-
-def search(call: SearchInputs) -> SearchOutputs:
-    """Keep the best hypotheses of each sentence at every step."""
-    call = _wide(call)
-    B, K = len(call.limits), call.beam
-    rows = torch.arange(B).repeat_interleave(K)
-    names = ("hidden", "cell", "feed", "key", "value", "mask", "lengths", "key_bounds")
-    given = {name: x for name in names if (x := getattr(call, name)) is not None}
-    repeated = {
-        name: x.index_select(-2, rows) if name in ("hidden", "cell") else x[rows]
-        for name, x in given.items()
-        if name in ("hidden", "cell") or len(x) == B
-    }
-    call = call._replace(**repeated)  # type: ignore[arg-type]
-    beams = [_Beam(call, b) for b in range(B)]
-    word = call.limits.new_full((B * K,), call.begin)
-    for t in range(call.most):
-        x = call.embedding[word] * call.embedding_scale
-        bounds = None if call.key_bounds is None else call.key_bounds[:, t : t + 1]
-        layer = layer_of(call._replace(key_bounds=bounds), x.unsqueeze(1))
-        made = recurrent(layer, call.int8)
-        log_probs, state = _next_words(call, made, x)
-        parents = []
-        for b, beam in enumerate(beams):
-            part = log_probs[b * K : (b + 1) * K]
-            parents += [b * K + k for k in beam.step(part)]
-        word = call.limits.new_tensor([w for beam in beams for w in beam.last_words])
-        chosen = {name: x[..., parents, :] for name, x in state.items() if x is not None}
-        call = call._replace(**chosen)  # type: ignore[arg-type]
-        if all(beam.ended for beam in beams):
-            break
-    outputs = [beam.outputs() for beam in beams]
-    like, n = call.hidden, call.n_best
-    shapes = [(B, n, call.most), (B, n, call.most), (B, n), (B, n)]
-    kinds = [call.limits, like, call.limits, like]
-    return SearchOutputs(
-        *(like.new_tensor(x).to(kind.dtype).view(shape)
-          for x, kind, shape in zip(zip(*outputs) if outputs else [()] * 4, kinds, shapes))
-    )  # fmt: skip
-
-
-def _next_words(
-    call: SearchInputs, made: RecurrentOutputs, x: Tensor
-) -> tuple[Tensor, dict[str, Tensor | None]]:
-    """Return the log-probabilities of the words from the end on, and the state after the step."""
-    states, context = made.states[..., 0, :], made.contexts[:, 0]
-    h = states if states.dim() == 2 else states[-1]
-    output = None if call.weight_output is None else made.attentional[:, 0]
-    feeds = not call.attends_first and call.weight_ih.shape[1] > x.shape[1]
-    fed = (context if output is None else output) if feeds else None
-    if call.weight_readout is not None:
-        output = product([h, context, x], call.weight_readout, call.bias_readout, call.int8)
-        output = output.tanh()
-    logits = product([output], call.weight_vocab, call.bias_vocab, call.int8)  # type: ignore[list-item]
-    cell = None if call.cell is None else made.cells[..., 0, :]
-    state = {"hidden": states, "cell": cell, "feed": fed}
-    return logits[:, call.end :].log_softmax(-1), state
-
-
-class _Beam:
-    """The hypotheses of one sentence: scores, words and their scores."""
-
-    def __init__(self, call: SearchInputs, b: int):
-        self.call, self.limit = call, int(call.limits[b])
-        self.alive: list[Any] = [(0.0, [], [])]
-        self.finished: list[Any] = []
-        self.ended, self.has_nan = self.limit <= 0, False
-
-    @property
-    def last_words(self) -> list[int]:
-        """The word that each of K hypotheses reads next; the start for those that are none."""
-        words = [(x[1] or [self.call.begin])[-1] for x in self.alive]
-        return [*words, *[self.call.begin] * (self.call.beam - len(words))]
-
-    def step(self, log_probs: Tensor) -> list[int]:
-        """Continue the hypotheses; return the parents of K hypotheses, 0 for those that are none.
-
-        ``log_probs [K, V]`` are of the words from the end on.
-        """
-        K, end = self.call.beam, self.call.end
-        if self.ended:
-            return [0] * K
-        log_probs = log_probs[: len(self.alive)]
-        if log_probs.isnan().any():
-            self.ended = self.has_nan = True
-            return [0] * K
-        if len(self.alive[0][1]) + 1 >= self.limit:
-            log_probs = log_probs[:, :1]
-        bonus = torch.full_like(log_probs, self.call.length_bonus)
-        bonus[:, 0] = 0
-        total = log_probs + bonus + log_probs.new_tensor([x[0] for x in self.alive]).unsqueeze(1)
-        scores, index = total.flatten().sort(descending=True, stable=True)
-        going: list[Any] = []
-        parents, count = [], log_probs.shape[1]
-        normaliser = ((5 + len(self.alive[0][1]) + 1) / 6) ** self.call.length_penalty
-        for rank, (score, i) in enumerate(zip(scores[: 2 * K].tolist(), index.tolist())):
-            if score == -math.inf:
-                break
-            k, word = i // count, i % count + end
-            _, words, word_scores = self.alive[k]
-            new = score, [*words, word], [*word_scores, float(log_probs[k, i % count])]
-            if word == end and rank < K:
-                self.finished.append((score / normaliser, *new[1:]))
-            elif word != end and len(going) < K:
-                going.append(new)
-                parents.append(k)
-        best = max((x[0] for x in self.finished), default=-math.inf)
-        if not going or (len(self.finished) >= K and best >= going[0][0] / normaliser):
-            self.ended = True
-            if not self.finished:
-                self.finished = [(-math.inf, *self.alive[0][1:])]
-            return [0] * K
-        self.alive = going
-        return [*parents, *[0] * (K - len(parents))]
-
-    def outputs(self) -> tuple[list[Any], ...]:
-        """Return the words, their scores, the lengths and the scores of the N best hypotheses."""
-        n, most = self.call.n_best, self.call.most
-        best = sorted(self.finished, key=lambda x: -x[0])[:n]
-        if self.has_nan:
-            best = []
-        best += [(-math.inf, [], [])] * (n - len(best))
-        words, scores = ([[*x[i], *[0] * (most - len(x[i]))] for x in best] for i in (1, 2))
-        lengths = [-1 if self.has_nan else len(x[1]) for x in best]
-        return words, scores, lengths, [x[0] for x in best]

@@ -5,12 +5,14 @@
     x_t = scale · embedding[y_{t−1}]
     h_t, c_t, f_t   from x_t, as in :mod:`attnfast.ops.recurrent`
     o_t = tanh(W_r [h_t; c_t; x_t] + b_r),  or f_t without a readout
-    log P(y_t) = log softmax(W_v o_t + b_v), of the words from ``end`` on
+    log P(y_t) = log softmax(W_v o_t + b_v), of the words in ``word_mask``
 
 Of the K hypotheses of a sentence with each word after them, the best 2K by Σ_t log P(y_t) + γ n, of
 n words but the end, are taken at every step. Those of the first K that end are finished, with the
 score of :func:`attnfast.decoding.beam_search`; the best K others go on. A sentence ends with its
-limit, or when K have finished and no other scores more. A greedy search has a beam of 1.
+limit, or when K have finished and no other scores more. A greedy search has a beam of 1. With
+``numbers``, each of the K hypotheses goes on alone, by a word that its number draws, as in
+:func:`attnfast.decoding.sample`.
 
 This file is the contract, as :mod:`attnfast.ops.attention` is of attention without history.
 """
@@ -41,9 +43,12 @@ class SearchInputs(NamedTuple):
     ``embedding [V, E]`` of the words, ``weight_vocab [V, R]`` and ``bias_vocab [V]`` for their
     scores; ``weight_readout [R, H + Dv + E]`` and ``bias_readout [R]``, or None, where the
     attentional vectors are scored. Sequence b has at most ``limits [B]`` words, int64, the end
-    included, and none has more than ``most``. ``begin`` is read first; words below ``end`` are
-    never selected. ``beam``, K, ``n_best``, N, ``length_penalty``, α, and ``length_bonus``, γ, are
-    those of :func:`attnfast.decoding.beam_search`.
+    included, and none has more than ``most``. ``begin`` is read first. ``beam``, K, ``n_best``, N,
+    ``length_penalty``, ``length_bonus``, γ, ``coverage_penalty``, ``min_length``,
+    ``no_repeat_ngram``, ``temperature``, ``top_k`` and ``top_p`` are those of
+    :mod:`attnfast.decoding`. ``word_mask [1 or B, V]``, boolean, is False for words that may not
+    come; their probabilities are 0. ``prefix [B, P]``, int64, are the first words, −1 after them.
+    ``numbers [B, K, most]``, float64 in [0, 1), draw the words, with N = K.
 
     ``int8`` rounds the weights of matrix products and their inputs to 8 bits: with s the largest
     magnitude of a row over 127, x · w ≈ s_x s_w Σ_k round(x_k / s_x) round(w_k / s_w). Columns of
@@ -79,6 +84,9 @@ class SearchInputs(NamedTuple):
     key_bounds: Tensor | None = None
     key_exponentials: Tensor | None = None
     packed: Tensor | None = None
+    word_mask: Tensor | None = None
+    prefix: Tensor | None = None
+    numbers: Tensor | None = None
     mode: str = "gru"
     attends_first: bool = True
     scale: float = 1.0
@@ -93,21 +101,30 @@ class SearchInputs(NamedTuple):
     n_best: int = 1
     length_penalty: float = 0.0
     length_bonus: float = 0.0
+    coverage_penalty: float = 0.0
+    min_length: int = 0
+    no_repeat_ngram: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    need_weights: bool = False
 
 
 class SearchOutputs(NamedTuple):
-    """Output of ``search``: the N best hypotheses of each sentence, the best first.
+    """Output of ``search``: the N best hypotheses of each sentence, the best first, or those drawn.
 
     ``words [B, N, most]``, the end included, and ``word_scores``, their log-probabilities; both are
     0 after ``lengths [B, N]``, which are 0 where a sentence has fewer hypotheses. ``scores [B, N]``
     are −∞ for a hypothesis that no word could follow, without an end. Lengths of a sentence with
-    NaN scores are −1.
+    NaN scores are −1. ``weights [B, N, most, Tk]``, of the attention that scored each word, are 0
+    after the lengths; without ``need_weights``, they have the shape [0].
     """
 
     words: Tensor
     word_scores: Tensor
     lengths: Tensor
     scores: Tensor
+    weights: Tensor
 
 
 #: The widest beam of the operator.
@@ -168,6 +185,25 @@ def check(call: SearchInputs) -> None:
         check_packed(call.packed, call.hidden)
     if call.int8 and dtype == torch.float64:
         raise_value_error("int8", "False with float64", "True")
+    if call.word_mask is not None:
+        mask, rows = call.word_mask, len(call.word_mask) if call.word_mask.dim() else 0
+        check_exact(mask, [("word_mask", mask, torch.bool, (1 if rows == 1 else B, V))])
+    if call.prefix is not None:
+        if call.prefix.dim() != 2:
+            raise_value_error("prefix", "[B, P]", list(call.prefix.shape))
+        longest = call.prefix.shape[1]
+        check_exact(call.hidden, [("prefix", call.prefix, torch.int64, (B, longest))])
+    if call.numbers is not None:
+        shape = B, call.beam, call.most
+        check_exact(call.hidden, [("numbers", call.numbers, torch.float64, shape)])
+        if call.n_best != call.beam:
+            raise_value_error("n_best", f"the beam of {call.beam} with numbers", call.n_best)
+    for name in ("min_length", "no_repeat_ngram", "top_k"):
+        if not 0 <= getattr(call, name) < 2**31:
+            raise_value_error(name, "at least 0 and below 2**31", getattr(call, name))
+    for name in ("temperature", "top_p"):
+        if not getattr(call, name) > 0:
+            raise_value_error(name, "above 0", getattr(call, name))
     for name in ("begin", "end"):
         if not 0 <= getattr(call, name) < V:
             raise_value_error(name, f"a word below {V}", getattr(call, name))
@@ -177,7 +213,11 @@ def _fake(call: SearchInputs) -> SearchOutputs:
     shape = call.hidden.shape[-2], call.n_best
     words, lengths = call.limits.new_empty(*shape, call.most), call.limits.new_empty(shape)
     like = call.hidden
-    return SearchOutputs(words, like.new_empty(words.shape), lengths, like.new_empty(shape))
+    Tk = call.key.shape[1]  # type: ignore[union-attr]
+    weights = like.new_empty((*words.shape, Tk) if call.need_weights else 0)
+    return SearchOutputs(
+        words, like.new_empty(words.shape), lengths, like.new_empty(shape), weights
+    )
 
 
 SEARCH = ForwardOperator(

@@ -305,6 +305,9 @@ PackedWeights pack_recurrent(const PackArguments& given) {
   X(Optional, key_bounds, spans)                                          \
   X(Optional, key_exponentials, exponentials, given.score)                \
   X(Optional, packed, bytes)                                              \
+  X(Optional, word_mask, word_masks)                                      \
+  X(Optional, prefix, sizes, ScalarType::Long, {B, prefix_length})        \
+  X(Optional, numbers, sizes, ScalarType::Double, {B, given.beam, T})     \
   ATTNFAST_LAYER_OPTIONS(X)                                               \
   X(bool, int8, any)                                                      \
   X(double, embedding_scale, any)                                         \
@@ -314,10 +317,17 @@ PackedWeights pack_recurrent(const PackArguments& given) {
   X(int64_t, beam, between, 1, kMostBeam)                                 \
   X(int64_t, n_best, between, 1, given.beam)                              \
   X(double, length_penalty, any)                                          \
-  X(double, length_bonus, any)
+  X(double, length_bonus, any)                                            \
+  X(double, coverage_penalty, any)                                        \
+  X(int64_t, min_length, between, 0, INT32_MAX)                           \
+  X(int64_t, no_repeat_ngram, between, 0, INT32_MAX)                      \
+  X(double, temperature, positive)                                        \
+  X(int64_t, top_k, between, 0, INT32_MAX)                                \
+  X(double, top_p, positive)                                              \
+  X(bool, need_weights, any)
 
 struct SearchChecker : LayerChecker {
-  int64_t V = 0, R = 0;
+  int64_t V = 0, R = 0, prefix_length = 0;
 
   template <class Arguments>
   explicit SearchChecker(const Arguments& given) : LayerChecker(given) {
@@ -335,11 +345,19 @@ struct SearchChecker : LayerChecker {
     check(!given.int8 || dtype == ScalarType::Float, "int8");
     check(given.weight_readout || R == output_dim, "weight_vocab");
     if (!given.attends_first && given.weight_ih.size(1) == E) F = 0, check(!given.feed, "feed");
+    if (given.prefix) check(given.prefix->dim() == 2, "prefix"), prefix_length = given.prefix->size(1);
+    check(!given.numbers || given.n_best == given.beam, "n_best");
+  }
+
+  static bool positive(double x) { return x > 0; }
+
+  bool word_masks(const Optional& x) const {
+    return !x || sizes(*x, ScalarType::Bool, {1, V}) || sizes(*x, ScalarType::Bool, {B, V});
   }
 };
 
 ATTNFAST_ARGUMENTS(SearchArguments, "search", ATTNFAST_SEARCH, SearchChecker)
-ATTNFAST_RESULTS(SearchOutputs, words, word_scores, lengths, scores)
+ATTNFAST_RESULTS(SearchOutputs, words, word_scores, lengths, scores, weights)
 
 // Allocate the buffers of a step. Attention has the K hypotheses of a sentence as its queries.
 void put_rooms(const SearchArguments& given, const SearchArguments::ArgumentChecker& fit, Search& a,
@@ -406,16 +424,33 @@ SearchOutputs search(const SearchArguments& given) {
   }
   a.length_penalty = given.length_penalty;
   a.length_bonus = given.length_bonus;
+  a.coverage_penalty = given.coverage_penalty;
+  a.min_length = given.min_length;
+  a.no_repeat_ngram = given.no_repeat_ngram;
+  a.prefix_length = fit.prefix_length;
+  a.word_mask = packed_view(given.word_mask, keep);
+  if (given.word_mask && given.word_mask->size(0) == 1) a.word_mask.batch = 0;
+  a.prefix = packed_view(given.prefix, keep);
+  if (given.numbers) {
+    keep.push_back(packed(*given.numbers));
+    a.numbers = static_cast<const double*>(data_or_sentinel(keep.back()));
+  }
+  a.temperature = given.temperature;
+  a.top_k = given.top_k;
+  a.top_p = given.top_p;
   keep.push_back(packed(given.limits));
   a.limits = static_cast<const int64_t*>(data_or_sentinel(keep.back()));
   const Tensor words = empty(kCpu, {a.B, a.n_best, a.most}, ScalarType::Long),
                lengths = empty(kCpu, {a.B, a.n_best}, ScalarType::Long),
                word_scores = empty(kCpu, {a.B, a.n_best, a.most}, fit.dtype),
-               scores = empty(kCpu, {a.B, a.n_best}, fit.dtype);
+               scores = empty(kCpu, {a.B, a.n_best}, fit.dtype),
+               weights =
+                   empty_if(given.need_weights, given.hidden, {a.B, a.n_best, a.most, fit.Tk}, fit.dtype);
   a.words = static_cast<int64_t*>(data_or_sentinel(words));
   a.lengths = static_cast<int64_t*>(data_or_sentinel(lengths));
   a.word_scores = {data_or_sentinel(word_scores), a.most};
   a.scores = {data_or_sentinel(scores), a.n_best};
+  if (given.need_weights) a.weights = {data_or_sentinel(weights), a.most * fit.Tk, 0, fit.Tk};
   put_attention(given, fit, step, step.attention, keep);
   Forward& of = step.attention;
   of.B = a.B;
@@ -432,7 +467,7 @@ SearchOutputs search(const SearchArguments& given) {
   a.groups = (4 * threads + row_blocks - 1) / row_blocks;
   const Room rooms[] = {{&a.read, given.weight_readout ? a.R : 0}};
   run_team(a, plan, threads, kernels().search, rooms);
-  return {words, word_scores, lengths, scores};
+  return {words, word_scores, lengths, scores, weights};
 }
 
 using SearchOperators = Operators<search>;

@@ -94,6 +94,12 @@ size_t forward_scratch(const RecurrentForward& a, const LayerPlan& plan) {
   const size_t bytes = attention.forward_scratch(a.attention, plan.attention);
   return has_history(a.attention) ? larger(bytes, coverage.forward_scratch(a.attention)) : bytes;
 }
+// Attention, or a draw.
+size_t search_scratch(const Search& a, const LayerPlan& plan) {
+  const int64_t of_word = (a.dtype == Dtype::f64 ? sizeof(double) : sizeof(float)) + sizeof(int32_t);
+  const int64_t drawn = a.numbers ? round_up(a.V, kPanel<float>) * of_word : 0;
+  return larger(forward_scratch(a.step, plan), drawn);
+}
 size_t backward_scratch(const RecurrentBackward& a, const LayerPlan& plan) {
   const size_t block = kProductRows * kProductDepth * (a.dtype == Dtype::f64 ? 8 : 4);
   if (!a.attends) return block;
@@ -168,8 +174,7 @@ extern const RecurrentKernels recurrent = {
                    [](const Search& a, const LayerPlan&) {
                      return a.dtype == Dtype::f64 ? search_room<double>(a) : search_room<float>(a);
                    },
-               .own = [](const Search& a,
-                         const LayerPlan& plan) { return recurrent.forward.own(a.step, plan); },
+               .own = search_scratch,
                .items = search_items,
                .run =
                    [](const Search& a, const LayerPlan& plan, Team& team, int64_t who, void* shared,

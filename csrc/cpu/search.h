@@ -1,57 +1,17 @@
-// Beam search: every step reads the words that continue the best hypotheses of the previous step,
-// see recurrent_forward.h. A greedy search has a beam of one.
+// A search: every step reads the words that continue the hypotheses of the previous step, the best or
+// drawn ones, see recurrent_forward.h. A greedy search has a beam of one.
 //
 // The K hypotheses of a sentence are K rows of the layer, and K queries of one problem of attention:
 // they share its keys. Rows and slots: sentence i of those that are left has the rows i K + slot;
 // what is kept for the end is stored by the sentence's own number and the slot.
 #pragma once
-#include "recurrent_forward.h"
+#include "search_words.h"
 
 namespace attnfast {
 namespace VARIANT {
 namespace {
 
 using cpu::LayerPlan;
-
-// A word that may continue a hypothesis, and its logit or its score.
-template <class C>
-struct Candidate {
-  C score;
-  int64_t word;
-  int64_t slot;  // of the hypothesis
-};
-
-// The n best candidates of those inserted, the best first; of equal ones, the first that was inserted.
-template <class C>
-struct Best {
-  Candidate<C>* at;
-  int64_t most, n;
-
-  C least() const { return n < most ? -(C)__builtin_inf() : at[n - 1].score; }
-  bool takes(C score) const { return score > least(); }
-  void insert(const Candidate<C>& x) {
-    if (n < most) ++n;
-    int64_t i = n - 1;
-    for (; i > 0 && at[i - 1].score < x.score; --i) at[i] = at[i - 1];
-    at[i] = x;
-  }
-};
-
-// The largest logit of some words, and the sum of exp(logit - largest): NaN if any is NaN or infinite.
-template <class C>
-struct Mass {
-  C largest;
-  double sum;
-
-  void add(const Mass& x) {
-    if (x.sum == 0) return;  // of no word
-    if (!(x.largest <= largest)) {
-      sum *= ::exp((double)largest - x.largest);
-      largest = x.largest;
-    }
-    sum += x.sum * ::exp((double)x.largest - largest);
-  }
-};
 
 // How a hypothesis was continued at a step.
 template <class C>
@@ -69,42 +29,6 @@ struct FinishedHypothesis {
   Link<C> link;
 };
 
-// The packed parameters of a search.
-template <class C>
-struct PackedSearch {
-  Packed<C> layer;
-  Panels<C> of_state, of_context, of_input;  // of the readout
-  Panels<C> vocabulary;
-
-  PackedSearch(const Layer& a, const Words& words, Scratch<C>& room) : layer(a, room) {
-    const Stored stored = stored_in(a);
-    if (words.weight_readout.data) {
-      of_state = take_panels(room, a.H, panels<C>(words.R), stored);
-      of_context = take_panels(room, a.Dv, panels<C>(words.R), stored);
-      of_input = take_panels(room, a.E, panels<C>(words.R), stored);
-    }
-    vocabulary = take_panels(room, words.R, panels<C>(words.V), stored);
-  }
-
-  // Return those that the caller provides, if any.
-  static PackedSearch of(const Search& a, Scratch<C>& room) {
-    Scratch<C> given = {static_cast<C*>(a.step.packed)};
-    return PackedSearch(a.step, a, a.step.packed ? given : room);
-  }
-
-  void pack(const Layer& a, const Words& words, Member& member) const {
-    layer.pack(a, member);
-    const int64_t of_readout = of_state.count;
-    member.share(3 * of_readout + vocabulary.count, [&](int64_t item) {
-      if (item >= 3 * of_readout)
-        return Packed<C>::pack(vocabulary, words.weight_vocab, 0, words.V, item - 3 * of_readout);
-      const Panels<C>* const all[] = {&of_state, &of_context, &of_input};
-      const int64_t columns[] = {0, a.H, a.H + a.Dv}, which = item / of_readout;
-      Packed<C>::pack(*all[which], words.weight_readout, columns[which], words.R, item % of_readout);
-    });
-  }
-};
-
 // The buffers of a search.
 template <class C>
 struct SearchRoom {
@@ -112,7 +36,9 @@ struct SearchRoom {
   int64_t panels_at_a_time;         // of the vocabulary, in one item
   Candidate<C>* candidates;         // [rows, groups, K], without the end
   Mass<C>* masses;                  // [rows, groups]
-  C* of_end;                        // [rows]: the logit of the end
+  C* bias;                          // [masks, padded V]: of the words, -inf of those that may not come
+  C *of_end, *of_forced;            // [rows]: the logits of the end, and of the prefix's word
+  C* logits;                        // [rows, padded V], for draws
   C* totals;                        // [B, K]: the scores of the hypotheses, by sentence
   Candidate<C>* best;               // [B, 2 K]: scratch
   Link<C>* links;                   // [B, most, K]
@@ -127,7 +53,12 @@ struct SearchRoom {
   C *key, *value, *exponentials;
   int64_t *lengths, *key_bounds;
   bool* mask;
-  char* rounded;  // the bytes of up to three left factors
+  C* weights;            // [B, most, K, Tk]: of all steps, if they are returned
+  C* coverage;           // [2, B, K, Tk]: sums of weights, of even and odd steps
+  int64_t* words;        // [B, K, most]: scratch
+  int64_t* repeated;     // [B, K, most]: the words that would repeat an n-gram
+  int64_t* repetitions;  // [B, K]: their number
+  char* rounded;         // the bytes of up to three left factors
 
   SearchRoom(const Search& a, Scratch<C>& room) : packed(PackedSearch<C>::of(a, room)) {
     const RecurrentForward& step = a.step;
@@ -139,7 +70,10 @@ struct SearchRoom {
     const Forward& of = step.attention;
     take(candidates, rows * groups() * K);
     take(masses, rows * groups());
+    take(bias, (a.word_mask.batch ? a.B : 1) * padded_words());
     take(of_end, rows);
+    take(of_forced, rows);
+    take(logits, a.numbers ? rows * padded_words() : 0);
     take(totals, rows);
     take(best, a.B * 2 * K);
     take(links, rows * a.most);
@@ -158,10 +92,17 @@ struct SearchRoom {
     take(lengths, a.B);
     take(key_bounds, of.key_bounds.batch ? a.B * a.most * 2 : 0);
     take(mask, of.mask.batch ? a.B * of.Tk : 0);
+    take(weights, a.weights.data ? rows * a.most * of.Tk : 0);
+    take(coverage, a.coverage_penalty ? 2 * rows * of.Tk : 0);
+    const int64_t of_ngrams = a.no_repeat_ngram ? rows * a.most : 0;
+    take(words, of_ngrams);
+    take(repeated, of_ngrams);
+    take(repetitions, a.no_repeat_ngram ? rows : 0);
     const int64_t depth = larger(larger(larger(step.E, step.H), larger(step.F, step.Dv)), a.R);
     take(rounded, step.int8 ? 3 * size_of_bytes(rows, depth) : 0);
   }
 
+  int64_t padded_words() const { return packed.vocabulary.count * kPanel<C>; }
   int64_t groups() const { return parts(packed.vocabulary.count, panels_at_a_time); }
 };
 
@@ -186,6 +127,7 @@ class BeamSearch {
   void run() {
     if (!a.step.packed) room.packed.pack(a.step, a, member);
     member.share(a.B, [&](int64_t b) { begin(b); });
+    member.share(a.word_mask.batch ? a.B : 1, [&](int64_t b) { mask_words(b); });
     for (int64_t t = 0; attention.B && t < a.most; ++t) {
       const RecurrentForward step = step_at(t);
       Forwards<C>(step, plan, member, room.packed.layer, own, room.rounded).take_steps();
@@ -193,8 +135,13 @@ class BeamSearch {
       const View output = a.weight_readout.data ? View{a.read.data, a.R} : step.attentional;
       Factor<C> outputs[] = {factor(of_step<C>(output, 0, 0), a.R)};
       round_factors(step, plan, member, room.rounded, outputs);
-      member.share(blocks(step, plan, groups), [&](int64_t item) { score(step, outputs[0], item); });
-      member.share(attention.B, [&](int64_t i) { choose(i, t); });
+      member.share(blocks(step, plan, groups), [&](int64_t item) { score(step, outputs[0], t, item); });
+      member.share(attention.B, [&](int64_t i) {
+        if (room.ended[room.sentence[i]]) return;
+        keep_weights(step, i, t);
+        if (a.numbers) draw(i, t);
+        else choose(i, t);
+      });
       member.share(1, [&](int64_t) { count(attention.B, t); });
       const int64_t left = room.counts[t + 1];
       member.share(left, [&](int64_t i) { go_on(step, i, t); });
@@ -223,7 +170,18 @@ class BeamSearch {
     return step;
   }
 
-  // Give all hypotheses of sentence b its initial state; only the first may continue.
+  // Write the bias of the words, -inf for those that may not come.
+  void mask_words(int64_t b) {
+    C* const out = room.bias + b * room.padded_words();
+    const bool* const may_come = a.word_mask.data ? row<bool>(a.word_mask, b) : nullptr;
+    for (int64_t word = 0; word < room.padded_words(); ++word) {
+      const bool comes = word < a.V && (!may_come || may_come[word]);
+      const C bias = comes && a.bias_vocab.data ? row<C>(a.bias_vocab, 0)[word] : C{};
+      out[word] = comes ? bias : -(C)__builtin_inf();
+    }
+  }
+
+  // Give all hypotheses of sentence b its initial state; of a beam, only the first may continue.
   void begin(int64_t b) {
     room.sentence[b] = b;
     room.finished_count[b] = 0;
@@ -240,7 +198,9 @@ class BeamSearch {
           put(at_layer<C>(a.first_cell, layer), room.cells + layer * of_layer(), step.H);
       }
       if (feeds) put(a.feed, room.feed, step.F);
-      room.totals[r] = k ? -(C)__builtin_inf() : (C)0;
+      room.totals[r] = k && !a.numbers ? -(C)__builtin_inf() : (C)0;
+      if (a.no_repeat_ngram) room.repetitions[r] = 0;
+      if (a.coverage_penalty) clear(room.coverage + r * step.Tk, step.Tk);
       embed(r, a.begin);
     }
   }
@@ -274,13 +234,21 @@ class BeamSearch {
     });
   }
 
+  // Return the sentence of a row of the hypotheses that are left.
+  int64_t sentence_of(int64_t r) const { return room.sentence[r / K]; }
+
+  // Return the word of the sentence's prefix at step t, or -1.
+  int64_t forced(int64_t s, int64_t t) const {
+    return t < a.prefix_length ? row<int64_t>(a.prefix, s)[t] : -1;
+  }
+
   // Compute the logits of a group of panels for some rows. Keep the best of each row but the end's,
-  // to which no length bonus is added, the end's, and the mass of all.
-  void score(const RecurrentForward& step, const Factor<C>& outputs, int64_t item) {
+  // to which no length bonus is added, or all for a draw; the end's, the prefix's, and the mass of all.
+  void score(const RecurrentForward& step, const Factor<C>& outputs, int64_t t, int64_t item) {
     const Block block(step, plan, item);
     const int64_t first = block.panel * room.panels_at_a_time,
                   last = min(first + room.panels_at_a_time, room.packed.vocabulary.count);
-    Lanes lanes[kMostBatch];
+    Lanes<C> lanes[kMostBatch];
     Best<C> best[kMostBatch];
     for (int64_t r = 0; r < block.rows; ++r) {
       lanes[r] = {splat((C)-__builtin_inf()), Vec<C>{}};
@@ -291,14 +259,21 @@ class BeamSearch {
       alignas(64) C x[kMostBatch * P];
       clear(x, block.rows * P);
       outputs.multiply(block.b, block.rows, room.packed.vocabulary.at(panel), x);
-      add_bias(panel, block.rows, x);
+      add_bias(panel, block, x);
       for (int64_t r = 0; r < block.rows; ++r) {
-        if (a.end / P == panel) room.of_end[block.b + r] = x[r * P + a.end % P];
+        const int64_t of_row = block.b + r, word = forced(sentence_of(of_row), t);
+        if (a.end / P == panel) room.of_end[of_row] = x[r * P + a.end % P];
+        if (word >= 0 && word / P == panel) room.of_forced[of_row] = x[r * P + word % P];
+        lanes[r].add(x + r * P);
+        if (a.numbers) {
+          C* const to = room.logits + of_row * room.padded_words() + panel * P;
+          __builtin_memcpy(to, x + r * P, P * sizeof(C));
+          continue;
+        }
         for (int64_t c = 0; c < P; c += Vector<C>::width) {
           const Vec<C> logits = load(x + r * P + c);
-          if (any<C>(~(logits <= best[r].least()))) insert(best[r], logits, panel * P + c);
+          if (any<C>(~(logits <= best[r].least()))) insert(best[r], logits, panel * P + c, of_row);
         }
-        lanes[r].add(x + r * P);
       }
     }
     for (int64_t r = 0; r < block.rows; ++r) {
@@ -308,65 +283,137 @@ class BeamSearch {
     }
   }
 
-  // Add the bias of the vocabulary to rows of a panel; words that may not come have -inf.
-  void add_bias(int64_t panel, int64_t rows, C* x) const {
-    for (int64_t c = 0; c < P; c += Vector<C>::width) {
-      const int64_t word = panel * P + c;
-      const Flags<C> may_come = lanes_within<C>(word, a.end, a.V);
-      Vec<C> bias = {};
-      if (a.bias_vocab.data) bias = load_part(row<C>(a.bias_vocab, 0) + word, a.V - word, (C)0);
-      for (int64_t r = 0; r < rows; ++r) {
-        C* const at = x + r * P + c;
-        store(at, may_come ? load(at) + bias : splat((C)-__builtin_inf()));
-      }
-    }
-  }
-
-  void insert(Best<C>& best, Vec<C> logits, int64_t first) const {
-    for (int i = 0; i < Vector<C>::width; ++i)
-      if (first + i != a.end && best.takes(logits[i])) best.insert({logits[i], first + i, 0});
-  }
-
-  // The largest logit of each lane, and the sum of exp(logit - largest).
-  struct Lanes {
-    Vec<C> largest, sum;
-
-    // Return exp(x - from), 0 if x is -inf.
-    static Vec<C> exp_from(Vec<C> x, Vec<C> from) {
-      return x == splat((C)-__builtin_inf()) ? Vec<C>{} : exp(x - from);
-    }
-
-    // Add a row of a panel.
-    void add(const C* x) {
-      Vec<C> now = largest;
+  // Add the bias of the vocabulary to a block's rows of a panel.
+  void add_bias(int64_t panel, const Block& block, C* x) const {
+    const Vec<C> never = splat(-(C)__builtin_inf());
+    for (int64_t r = 0; r < block.rows; ++r) {
+      const int64_t which = a.word_mask.batch ? sentence_of(block.b + r) : 0;
+      const C* const from = room.bias + which * room.padded_words() + panel * P;
       for (int64_t c = 0; c < P; c += Vector<C>::width) {
-        const Vec<C> logits = load(x + c);
-        now = (~(logits <= now) & (now == now)) ? logits : now;  // NaN stays
+        const Vec<C> bias = load(from + c);
+        store(x + r * P + c, bias == never ? never : load(x + r * P + c) + bias);
       }
-      sum *= exp_from(largest, now);
-      largest = now;
-      for (int64_t c = 0; c < P; c += Vector<C>::width) sum += exp_from(load(x + c), largest);
     }
+  }
 
-    Mass<C> mass() const {
-      Mass<C> all = {-(C)__builtin_inf(), 0};
-      for (int i = 0; i < Vector<C>::width; ++i) all.add({largest[i], (double)sum[i]});
-      return all;
+  void insert(Best<C>& best, Vec<C> logits, int64_t first, int64_t r) const {
+    for (int i = 0; i < Vector<C>::width; ++i)
+      if (first + i != a.end && best.takes(logits[i]) && !repeats(r, first + i))
+        best.insert({logits[i], first + i, 0});
+  }
+
+  // Return true if a word would repeat an n-gram of a row.
+  bool repeats(int64_t r, int64_t word) const {
+    if (!a.no_repeat_ngram) return false;
+    const int64_t at = sentence_of(r) * K + r % K;
+    const int64_t* const repeated = room.repeated + at * a.most;
+    for (int64_t i = 0; i < room.repetitions[at]; ++i)
+      if (repeated[i] == word) return true;
+    return false;
+  }
+
+  // Store the weights of sentence i of those that are left, and add them to its coverage.
+  void keep_weights(const RecurrentForward& step, int64_t i, int64_t t) {
+    if (!a.weights.data && !a.coverage_penalty) return;
+    const int64_t s = room.sentence[i], Tk = step.Tk;
+    for (int64_t k = 0; k < K; ++k) {
+      const C* const from = row<C>(step.attention.weights, i, k);
+      if (a.weights.data)
+        __builtin_memcpy(room.weights + ((s * a.most + t) * K + k) * Tk, from, Tk * sizeof(C));
+      C* const sums = coverage_of(s, k, t);
+      for (int64_t j = 0; j < Tk && a.coverage_penalty; ++j) sums[j] += from[j];
     }
-  };
+  }
+
+  // Return the coverage of a hypothesis at step t.
+  C* coverage_of(int64_t s, int64_t k, int64_t t) const {
+    return room.coverage + ((t % 2 * a.B + s) * K + k) * a.step.Tk;
+  }
+
+  // Return the coverage penalty of a hypothesis of sentence i of those that are left.
+  C penalty_of(int64_t i, int64_t k, int64_t t) const {
+    if (!a.coverage_penalty) return 0;
+    const C* const sums = coverage_of(room.sentence[i], k, t);
+    const C least = sizeof(C) == sizeof(float) ? (C)__FLT_MIN__ : (C)__DBL_MIN__;
+    const int64_t seen = attention.lengths ? attention.lengths[i] : a.step.Tk;
+    double sum = 0;
+    for (int64_t j = 0; j < min(seen, a.step.Tk); ++j) {
+      if (attention.mask.data && !row<bool>(attention.mask, i)[j * attention.mask.column]) continue;
+      sum += ::log((double)(sums[j] > 1 ? 1 : sums[j] < least ? least : sums[j]));
+    }
+    return a.coverage_penalty * sum;
+  }
+
+  // Return the mass of a row's words.
+  Mass<C> mass_of(int64_t r) const {
+    Mass<C> mass = {-(C)__builtin_inf(), 0};
+    for (int64_t group = 0; group < groups; ++group) mass.add(room.masses[r * groups + group]);
+    return mass;
+  }
+
+  // Draw the words that continue the hypotheses of sentence i of those that are left, at step t.
+  void draw(int64_t i, int64_t t) {
+    const int64_t s = room.sentence[i], next = forced(s, t);
+    bool all_ended = true;
+    for (int64_t k = 0; k < K; ++k) {
+      const int64_t r = i * K + k;
+      C& total = room.totals[s * K + k];
+      Link<C>* const links = room.links + (s * a.most + t) * K;
+      const Mass<C> mass = mass_of(r);
+      if (mass.sum != mass.sum) return void(room.ended[s] = -1);
+      if (total == -(C)__builtin_inf()) {  // has ended
+        links[k] = {a.begin, k, 0};
+        continue;
+      }
+      const Candidate<C> drawn = draw_row(r, s, t, next);
+      if (drawn.score == -(C)__builtin_inf()) {  // no word may come
+        room.finished[s * K + k] = {drawn.score, t - 1, t ? links[k - K] : Link<C>{a.begin, 0, 0}};
+        total = drawn.score;
+        links[k] = {a.begin, k, 0};
+        continue;
+      }
+      links[k] = {drawn.word, k, (drawn.score - mass.largest) - (C)::log(mass.sum)};
+      total += links[k].score;
+      if (drawn.word == a.end) {
+        room.finished[s * K + k] = {total, t, links[k]};
+        total = -(C)__builtin_inf();
+      } else {
+        all_ended = false;
+      }
+    }
+    if (!all_ended) return;
+    room.ended[s] = 1;
+    room.finished_count[s] = K;
+  }
+
+  // Return the word that is drawn for a row, and its logit.
+  Candidate<C> draw_row(int64_t r, int64_t s, int64_t t, int64_t next) {
+    constexpr C never = -(C)__builtin_inf();
+    if (next >= 0) return {next < a.V ? room.of_forced[r] : never, next, 0};
+    const bool may_end = t >= a.min_length;
+    if (t + 1 >= a.limits[s]) return {may_end ? room.of_end[r] : never, a.end, 0};
+    C* const logits = room.logits + r * room.padded_words();
+    const int64_t at = s * K + r % K;
+    if (!may_end) logits[a.end] = never;
+    for (int64_t i = 0; a.no_repeat_ngram && i < room.repetitions[at]; ++i)
+      logits[room.repeated[at * a.most + i]] = never;
+    auto* const odds = static_cast<C*>(own);
+    const int64_t n = room.padded_words();
+    const int64_t word = draw_word<C>({a.temperature, a.top_p, a.top_k}, a.numbers[at * a.most + t], logits,
+                                      n, odds, reinterpret_cast<int32_t*>(odds + n));
+    return {word < 0 ? never : logits[word], word, 0};
+  }
 
   // Choose the words that continue the hypotheses of sentence i of those that are left, at step t.
   void choose(int64_t i, int64_t t) {
-    const int64_t s = room.sentence[i];
-    if (room.ended[s]) return;
+    const int64_t s = room.sentence[i], next = forced(s, t);
     C* const totals = room.totals + s * K;
     Best<C> best = {room.best + s * 2 * K, 2 * K, 0};
     const bool must_end = t + 1 >= a.limits[s];
     for (int64_t k = 0; k < K; ++k) {
       if (totals[k] == -(C)__builtin_inf()) continue;
       const int64_t r = i * K + k;
-      Mass<C> mass = {-(C)__builtin_inf(), 0};
-      for (int64_t group = 0; group < groups; ++group) mass.add(room.masses[r * groups + group]);
+      const Mass<C> mass = mass_of(r);
       if (mass.sum != mass.sum) return void(room.ended[s] = -1);
       if (mass.sum == 0) continue;  // no word may come
       const C log_sum = ::log(mass.sum);
@@ -375,18 +422,23 @@ class BeamSearch {
             totals[k] + ((logit - mass.largest) - log_sum) + (word == a.end ? (C)0 : (C)a.length_bonus);
         if (best.takes(total)) best.insert({total, word, k});
       };
-      add(a.end, room.of_end[r]);
+      if (next >= 0) {
+        if (next < a.V) add(next, room.of_forced[r]);
+        continue;
+      }
+      if (t >= a.min_length) add(a.end, room.of_end[r]);
       if (must_end) continue;
       for (int64_t group = 0; group < groups; ++group) {
         const Candidate<C>* const found = room.candidates + (r * groups + group) * K;
         for (int64_t j = 0; j < K && found[j].word >= 0; ++j) add(found[j].word, found[j].score);
       }
     }
-    continue_beam(s, t, best);
+    continue_beam(i, t, best);
   }
 
-  // Finish hypotheses of sentence s, and continue the best K others.
-  void continue_beam(int64_t s, int64_t t, const Best<C>& best) {
+  // Finish hypotheses of sentence i of those that are left, and continue the best K others.
+  void continue_beam(int64_t i, int64_t t, const Best<C>& best) {
+    const int64_t s = room.sentence[i];
     const C normaliser = __builtin_pow((5. + t + 1) / 6, a.length_penalty);
     C* const totals = room.totals + s * K;
     C before[kMostBeam];
@@ -397,8 +449,10 @@ class BeamSearch {
       const Candidate<C>& x = best.at[rank];
       const bool ends = x.word == a.end;
       const Link<C> link = {x.word, x.slot, x.score - before[x.slot] - (ends ? 0 : (C)a.length_bonus)};
-      if (ends && rank < K) finish(s, {x.score / normaliser, t, link});
+      if (ends && rank < K) finish(s, {x.score / normaliser + penalty_of(i, x.slot, t), t, link});
       if (ends || going == K) continue;
+      if (a.coverage_penalty)
+        __builtin_memcpy(coverage_of(s, going, t + 1), coverage_of(s, x.slot, t), a.step.Tk * sizeof(C));
       links[going] = link;
       totals[going++] = x.score;
     }
@@ -452,6 +506,26 @@ class BeamSearch {
       }
       if (feeds) put(fed, room.feed, step.F);
       embed(r, link.word);
+      if (a.no_repeat_ngram) find_repetitions(s, k, t);
+    }
+  }
+
+  // Find the words after step t that would repeat an n-gram of hypothesis k of sentence s.
+  void find_repetitions(int64_t s, int64_t k, int64_t t) {
+    const int64_t at = s * K + k, n = a.no_repeat_ngram;
+    int64_t *const words = room.words + at * a.most, *const repeated = room.repeated + at * a.most;
+    int64_t& count = room.repetitions[at];
+    count = 0;
+    for (int64_t i = t; i >= 0; --i) {
+      const Link<C>& link = room.links[(s * a.most + i) * K + k];
+      words[i] = link.word;
+      k = link.parent;
+    }
+    const int64_t* const last = words + t + 2 - n;  // n - 1 words
+    for (int64_t i = 0; i + n <= t + 1; ++i) {
+      bool same = true;
+      for (int64_t j = 0; j + 1 < n; ++j) same &= words[i + j] == last[j];
+      if (same) repeated[count++] = words[i + n - 1];
     }
   }
 
@@ -498,6 +572,7 @@ class BeamSearch {
 
   // Write the best hypotheses of sentence b, from their last words on.
   void write(int64_t b) {
+    const int64_t Tk = a.step.Tk;
     const int64_t found = room.ended[b] < 0 ? 0 : min(min(room.finished_count[b], K), a.n_best);
     for (int64_t n = 0; n < a.n_best; ++n) {
       const int64_t place = b * a.n_best + n;
@@ -510,10 +585,16 @@ class BeamSearch {
         length = x.step + 1;
         for (int64_t t = x.step; t >= 0; --t) {
           words[t] = link.word, scores[t] = link.score;
+          if (a.weights.data)
+            __builtin_memcpy(row<C>(a.weights, place, t),
+                             room.weights + ((b * a.most + t) * K + link.parent) * Tk, Tk * sizeof(C));
           if (t) link = room.links[(b * a.most + t - 1) * K + link.parent];
         }
       }
-      for (int64_t t = length; t < a.most; ++t) words[t] = 0, scores[t] = 0;
+      for (int64_t t = length; t < a.most; ++t) {
+        words[t] = 0, scores[t] = 0;
+        if (a.weights.data) clear(row<C>(a.weights, place, t), Tk);
+      }
       a.lengths[place] = room.ended[b] < 0 ? -1 : length;
       row<C>(a.scores, b)[n] = n < found ? room.finished[b * K + n].score : -(C)__builtin_inf();
     }
