@@ -1,8 +1,9 @@
 """Times searches by the reference models: one call, and the same model in plain PyTorch.
 
-``attnfast`` searches in one operator; ``attnfast, step by step`` calls its operators at every step.
-The model has the command line's sizes and random parameters, so that every translation is as long
-as it may be: twice its source and ten words.
+``attnfast`` searches in one operator; ``attnfast, int8`` too, with weights in 8 bits; ``attnfast,
+step by step`` calls its operators at every step.
+The model has the command line's sizes and random parameters, and the end is improbable: every
+translation is as long as it may be, twice its source and ten words.
 """
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from compare import DEVICE, compare
 
 from attnfast.decoding import beam_search, search
-from attnfast.models import Config, build
+from attnfast.models import EOS, Config, build
 
 BATCHES = {
     "one sentence": (1, 13, 13),
@@ -29,26 +30,29 @@ MODELS = {
 @pytest.mark.parametrize("beam", [1, 5])
 def test_search(benchmark, beam, kind, shape, monkeypatch):
     (B, shortest, Tk), V = BATCHES[shape], 4000
-    models = {}
-    for backend in (None, "reference"):
+    models, int8 = {}, "int8"  # a model of its own, with packed parameters of its own
+    for name in (None, int8, "reference"):
         torch.manual_seed(0)
-        models[backend] = build(Config(V, **MODELS[kind]), backend).to(DEVICE).eval()
+        backend = None if name == int8 else name
+        models[name] = build(Config(V, **MODELS[kind]), backend).to(DEVICE).eval()
+        torch.nn.init.constant_(models[name].bias[EOS], -10.0)
     source = torch.randint(4, V, (B, Tk), device=DEVICE)
     lengths = torch.randint(shortest, Tk + 1, (B,))
     lengths[0] = Tk
     run_operator = search._run_operator
 
-    def run(backend, operator=run_operator):
+    def run(backend, operator=run_operator, **options):
         with monkeypatch.context() as patched:
             patched.setattr(search, "_run_operator", operator)
-            return beam_search(models[backend], source, lengths, beam).best
+            return beam_search(models[backend], source, lengths, beam, **options).best
 
     calls = {
         "attnfast": lambda: run(None),
+        "attnfast, int8": lambda: run(int8, int8=True),
         "attnfast, step by step": lambda: run(None, lambda *_, **__: None),
         "eager": lambda: run("reference"),
     }
-    first, *others = (call() for call in calls.values())
+    first, *others = (call() for name, call in calls.items() if name != "attnfast, int8")
     assert all(x == first for x in others)
     assert max(len(x) for x in first) > 2 * Tk
     name = "greedy search" if beam == 1 else f"beam of {beam}"
