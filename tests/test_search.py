@@ -170,6 +170,30 @@ def test_rules(beam, rule, backend):
     assert len({len(row) for row in rows}) > 2
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("beam", [1, 3])
+def test_attention_with_a_history(beam, kind, backend):
+    """A hypothesis has its own coverage and its own weights of the step before."""
+    served(backend)
+    rows = []
+    for seed, (score, terms) in enumerate(
+        [
+            ("tanh", ("filters", "lengths")),
+            ("tanh", ("penalty", "fertility", "projection", "mask")),
+            ("dot", ("penalty", "lengths")),
+            ("tanh", ("transition", "lengths", "stack")),
+            ("tanh", ("filters", "sigmoid", "penalty", "numbers", "lengths")),
+            ("tanh", ("filters", "transition", "prefix", "words")),
+        ]
+    ):
+        terms = ("past", "biases", *terms)
+        case = Case("gru", None, score, B=9, T=8, terms=terms, dtype=torch.float64, seed=seed)
+        options = {"coverage_penalty": 0.3, "need_weights": True, "no_repeat_ngram": 2}
+        rows += judge(kind, case, backend, beam=beam, n_best=beam, **(options if seed % 2 else {}))
+    assert len(set(rows)) > 8
+    assert len({len(row) for row in rows}) > 2
+
+
 @pytest.mark.parametrize("how", DRAWS)
 @pytest.mark.parametrize("beam", [1, 3])
 def test_draws(beam, how, backend):
@@ -397,7 +421,7 @@ def test_options_of_products_are_checked(backend):
 
 MODELS = [
     ("bahdanau", False), ("dot", False), ("general", True), ("concat", True), ("scaled_dot", False),
-    ("local", False), ("local", True),
+    ("local", False), ("local", True), ("coverage", False), ("location", False), ("forward", False),
 ]  # fmt: skip
 
 
@@ -514,7 +538,7 @@ def test_fuzz_of_models(first):
 def test_other_models_search_step_by_step(monkeypatch):
     served("cpu")
     calls = spied(monkeypatch)
-    for attention in ("none", "coverage", "strided"):
+    for attention in ("none", "strided"):
         greedy_search(*model_and_sources(attention, False))
     greedy_search(*model_and_sources("bahdanau", False, pointer_generator=True))
     greedy_search(*model_and_sources("bahdanau", False, backend="reference"))
@@ -568,8 +592,8 @@ def test_int8_needs_the_operator():
     scorer = mock.Mock()
     with pytest.raises(InputError, match="but a scorer judges hypotheses"):
         beam_search(made.float(), *sources, int8=True, scorer=scorer)
-    made, *sources = model_and_sources("coverage", False)
-    with pytest.raises(InputError, match="but its attention has a history"):
+    made, *sources = model_and_sources("bahdanau", False, pointer_generator=True)
+    with pytest.raises(InputError, match="but the model copies words"):
         greedy_search(made.float(), *sources, int8=True)
 
 

@@ -32,7 +32,6 @@ from attnfast.nn._fused_rnn import attention_arguments, select_layer_backend
 from attnfast.nn._layer import RecurrentState
 from attnfast.nn._linear import is_plain, linear, not_plain_reason
 from attnfast.nn.attention import check_sizes
-from attnfast.nn.stateful import HistoryAttention
 from attnfast.ops.search import SEARCH, SearchInputs
 
 
@@ -248,8 +247,6 @@ class Seq2Seq(nn.Module):
         is_own = decoder.parts()[0].rnn is None and not words.max_norm
         if not is_own or not all(is_plain(*x) for x in plain):
             return None, "its cell, embedding or readout is no plain module"
-        if isinstance(decoder.attention, HistoryAttention):
-            return None, "its attention has a history"
         return select_layer_backend(
             decoder.attention, source.memory, words.weight, history=state.history,
             operator=SEARCH.name,

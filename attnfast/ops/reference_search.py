@@ -18,7 +18,10 @@ def search(call: SearchInputs) -> SearchOutputs:
     call = widen_weights(call)
     B, K = len(call.limits), call.beam
     rows = torch.arange(B).repeat_interleave(K)
-    names = ("hidden", "cell", "feed", "key", "value", "mask", "lengths", "key_bounds")
+    names = (
+        "hidden", "cell", "feed", "key", "value", "mask", "lengths", "key_bounds",
+        "inverse_fertility", "transition_prob", "coverage", "previous",
+    )  # fmt: skip
     given = {name: x for name in names if (x := getattr(call, name)) is not None}
     repeated = {
         name: x.index_select(-2, rows) if name in ("hidden", "cell") else x[rows]
@@ -32,7 +35,9 @@ def search(call: SearchInputs) -> SearchOutputs:
     for t in range(call.most):
         x = call.embedding[word] * call.embedding_scale
         bounds = None if call.key_bounds is None else call.key_bounds[:, t : t + 1]
-        layer = layer_of(call._replace(key_bounds=bounds), x.unsqueeze(1))
+        u = None if call.transition_prob is None else call.transition_prob[:, t : t + 1]
+        step = call._replace(key_bounds=bounds, transition_prob=u)
+        layer = layer_of(step, x.unsqueeze(1))
         made = recurrent(layer, call.int8)
         log_probs, state = _next_words(call, made, x)
         parents = []
@@ -78,6 +83,9 @@ def _next_words(
         logits = logits.masked_fill(~mask, -math.inf)
     cell = None if call.cell is None else made.cells[..., 0, :]
     state = {"hidden": states, "cell": cell, "feed": fed}
+    if call.coverage is not None:
+        weights = made.weights if call.transition_prob is None else made.log_weights
+        state |= {"coverage": made.coverage, "previous": weights[:, 0]}
     none = (logits == -math.inf).all(-1, keepdim=True)
     return logits.log_softmax(-1).masked_fill(none, -math.inf), state
 

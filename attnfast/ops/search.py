@@ -87,6 +87,13 @@ class SearchInputs(NamedTuple):
     word_mask: Tensor | None = None
     prefix: Tensor | None = None
     numbers: Tensor | None = None
+    filters: Tensor | None = None
+    projection: Tensor | None = None
+    penalty: Tensor | None = None
+    inverse_fertility: Tensor | None = None
+    transition_prob: Tensor | None = None
+    coverage: Tensor | None = None
+    previous: Tensor | None = None
     mode: str = "gru"
     attends_first: bool = True
     scale: float = 1.0

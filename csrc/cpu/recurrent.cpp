@@ -308,6 +308,13 @@ PackedWeights pack_recurrent(const PackArguments& given) {
   X(Optional, word_mask, word_masks)                                      \
   X(Optional, prefix, sizes, ScalarType::Long, {B, prefix_length})        \
   X(Optional, numbers, sizes, ScalarType::Double, {B, given.beam, T})     \
+  X(Optional, filters, sizes, dtype, {K, channels, taps})                 \
+  X(Optional, projection, sizes, dtype, {A, K})                           \
+  X(Optional, penalty, sizes, dtype, {1})                                 \
+  X(Optional, inverse_fertility, sizes, dtype, {B, Tk})                   \
+  X(Optional, transition_prob, sizes, dtype, {B, T})                      \
+  X(Optional, coverage, sizes, dtype, {B, Tk})                            \
+  X(Optional, previous, sizes, dtype, {B, Tk})                            \
   ATTNFAST_LAYER_OPTIONS(X)                                               \
   X(bool, int8, any)                                                      \
   X(double, embedding_scale, any)                                         \
@@ -383,12 +390,19 @@ void put_rooms(const SearchArguments& given, const SearchArguments::ArgumentChec
   step.queries = queries.data ? flat(queries) : View{};
   step.cells = of_layers(step.cell == Cell::lstm, step.H);
   step.attentional = flat(room(given.weight_output.has_value(), step.output_dim));
-  step.attention.weights = room(true, step.Tk);
-  step.attention.log_sum_exp = room(true, 1);
-  step.attention.context = contexts;
+  CoverageForward& of = step.attention;
+  // With a history, the hypotheses are heads.
+  const auto rows_or_heads = [](View x) { return View{x.data, x.batch, x.row, x.row}; };
+  of.weights = rows_or_heads(room(true, step.Tk));
+  of.log_sum_exp = rows_or_heads(room(true, 1));
+  of.context = rows_or_heads(contexts);
   View states = states_of_last(step);
   states.batch = a.beam * step.H;
-  step.attention.query = queries.data ? queries : states;
+  of.query = rows_or_heads(queries.data ? queries : states);
+  if (!given.coverage) return;
+  of.loss = rows_or_heads(room(true, 1));
+  of.sigmoid_sum = rows_or_heads(room(of.sigmoid, 1));
+  of.log_weights = rows_or_heads(room(given.transition_prob.has_value(), step.Tk));
 }
 
 SearchOutputs search(const SearchArguments& given) {
@@ -454,10 +468,12 @@ SearchOutputs search(const SearchArguments& given) {
   put_attention(given, fit, step, step.attention, keep);
   Forward& of = step.attention;
   of.B = a.B;
-  keep.push_back(given.key_exponentials ? packed(*given.key_exponentials) : cpu::exponentials_of(of));
-  if (keep.back().numel()) of.exponentials = view(keep.back());
-  of.Tq = a.beam;
-  of.mask.row = 0;  // the same for all hypotheses
+  if (!fit.K)
+    keep.push_back(given.key_exponentials ? packed(*given.key_exponentials) : cpu::exponentials_of(of));
+  if (!fit.K && keep.back().numel()) of.exponentials = view(keep.back());
+  fill_history(given, fit, step.attention, keep);
+  (given.coverage ? of.H : of.Tq) = a.beam;
+  of.mask.row = of.mask.head = 0;  // the same for all hypotheses
   put_rooms(given, fit, a, keep);
   const int64_t of_words = a.R * (a.V + (given.weight_readout ? step.H + step.Dv : 0));
   const int64_t threads = threads_for(step, of_words);

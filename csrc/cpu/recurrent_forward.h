@@ -115,7 +115,7 @@ class Forwards {
   Forwards(const RecurrentForward& a, const LayerPlan& plan, Member& member, const Packed<C>& packed,
            void* own, void* rounded = nullptr)
       : a(a), plan(plan), member(member), packed(packed), masked{}, lifted(nullptr), dropped_query(nullptr),
-        dropped_feed(nullptr), dropped_joined(nullptr), features(nullptr), own(static_cast<char*>(own)),
+        dropped_feed(nullptr), dropped_joined(nullptr), features(a.attention.features), own(static_cast<char*>(own)),
         rounded(static_cast<char*>(rounded)), gates(gates_of(a.cell)), units(panels<C>(a.H)),
         sums(saved_of(a.cell) ? a.gates : a.states) {}
 

@@ -58,7 +58,12 @@ struct SearchRoom {
   int64_t* words;        // [B, K, most]: scratch
   int64_t* repeated;     // [B, K, most]: the words that would repeat an n-gram
   int64_t* repetitions;  // [B, K]: their number
-  char* rounded;         // the bytes of up to three left factors
+  // Of attention with a history: the coverage of the rows of even and odd steps, and the weights or
+  // log-weights before.
+  C *history, *previous;
+  C *inverse_fertility, *transition_prob;  // compacted
+  void* features;
+  char* rounded;  // the bytes of up to three left factors
 
   SearchRoom(const Search& a, Scratch<C>& room) : packed(PackedSearch<C>::of(a, room)) {
     const RecurrentForward& step = a.step;
@@ -98,6 +103,13 @@ struct SearchRoom {
     take(words, of_ngrams);
     take(repeated, of_ngrams);
     take(repetitions, a.no_repeat_ngram ? rows : 0);
+    const CoverageForward& past = step.attention;
+    const int64_t of_past = has_history(past) ? of.Tk : 0;
+    take(history, 2 * rows * of_past);
+    take(previous, rows * of_past);
+    take(inverse_fertility, past.inverse_fertility.data ? a.B * of.Tk : 0);
+    take(transition_prob, past.transition_prob.data ? a.B * a.most : 0);
+    features = take_features(of, past, false, room);
     const int64_t depth = larger(larger(larger(step.E, step.H), larger(step.F, step.Dv)), a.R);
     take(rounded, step.int8 ? 3 * size_of_bytes(rows, depth) : 0);
   }
@@ -116,17 +128,21 @@ class BeamSearch {
   void* own;
   const int64_t K, groups;
   const bool feeds;
-  Problem attention;  // of the sentences that are left; queries belong to a step
+  CoverageForward attention;  // of the sentences that are left; queries belong to a step
 
  public:
   BeamSearch(const Search& a, const LayerPlan& plan, Member& member, Scratch<C> place, void* own)
       : a(a), plan(plan), member(member), room(a, place), own(own), K(a.beam), groups(room.groups()),
-        feeds(!a.step.attends_first && a.step.F), attention(static_cast<const Problem&>(a.step.attention)) {
+        feeds(!a.step.attends_first && a.step.F), attention(a.step.attention) {
+    attention.features = room.features;
+    attention.inverse_fertility.column = attention.transition_prob.column = 1;
   }
 
   void run() {
     if (!a.step.packed) room.packed.pack(a.step, a, member);
     member.share(a.B, [&](int64_t b) { begin(b); });
+    if (room.features)
+      member.share(1, [&](int64_t) { pack_parameters_once(a.step.attention, room.features, false); });
     member.share(a.word_mask.batch ? a.B : 1, [&](int64_t b) { mask_words(b); });
     for (int64_t t = 0; attention.B && t < a.most; ++t) {
       const RecurrentForward step = step_at(t);
@@ -161,14 +177,19 @@ class BeamSearch {
     step.hidden = {room.hidden, step.H, of_layer()};
     if (step.cell == Cell::lstm) step.first_cell = {room.cells, step.H, of_layer()};
     step.feed = feeds ? View{room.feed, step.F} : View{};
-    Problem& of = step.attention;
-    const View query = of.query;
+    CoverageForward& of = step.attention;
     of = attention;
-    of.query = query;
     shift_to_step(of.key_bounds, t, sizeof(int64_t));
     of.key_bounds.row = 0;  // the same for all hypotheses
+    if (!has_history(of)) return step;
+    of.coverage_out = {history_of(0, t), K * step.Tk, step.Tk};
+    of.previous = {room.previous, K * step.Tk, step.Tk};
+    shift_to_step(of.transition_prob, t, sizeof(C));
     return step;
   }
+
+  // Return the coverage of row r's attention before step t, if it has a history.
+  C* history_of(int64_t r, int64_t t) const { return room.history + (t % 2 * a.B * K + r) * a.step.Tk; }
 
   // Write the bias of the words, -inf for those that may not come.
   void mask_words(int64_t b) {
@@ -198,6 +219,10 @@ class BeamSearch {
           put(at_layer<C>(a.first_cell, layer), room.cells + layer * of_layer(), step.H);
       }
       if (feeds) put(a.feed, room.feed, step.F);
+      if (has_history(step.attention)) {
+        put(step.attention.coverage_in, room.history, step.Tk);
+        put(step.attention.previous, room.previous, step.Tk);
+      }
       room.totals[r] = k && !a.numbers ? -(C)__builtin_inf() : (C)0;
       if (a.no_repeat_ngram) room.repetitions[r] = 0;
       if (a.coverage_penalty) clear(room.coverage + r * step.Tk, step.Tk);
@@ -505,6 +530,13 @@ class BeamSearch {
           put(at_layer<C>(step.cells, layer), room.cells + layer * of_layer(), step.H);
       }
       if (feeds) put(fed, room.feed, step.F);
+      if (has_history(step.attention)) {
+        const CoverageForward& of = step.attention;
+        __builtin_memcpy(history_of(r, t + 1), history_of(parent, t), step.Tk * sizeof(C));
+        const View& weights = of.log_weights.data ? of.log_weights : of.weights;
+        __builtin_memcpy(room.previous + r * step.Tk, row<C>(weights, from, link.parent),
+                         step.Tk * sizeof(C));
+      }
       embed(r, link.word);
       if (a.no_repeat_ngram) find_repetitions(s, k, t);
     }
@@ -546,13 +578,15 @@ class BeamSearch {
 
   // Compact the arguments of attention to the n sentences that go on.
   void leave_out(int64_t n) {
-    Problem& of = attention;
-    member.share(6, [&](int64_t item) {
+    CoverageForward& of = attention;
+    member.share(8, [&](int64_t item) {
       if (item == 0) keep(of.key, room.key, n, of.Tk, of.A);
       if (item == 1) keep(of.value, room.value, n, of.Tk, of.Dv);
       if (item == 2) keep(of.exponentials, room.exponentials, n, of.Tk, of.exponentials.row);
       if (item == 3) keep(of.key_bounds, room.key_bounds, n, a.most, 2);
       if (item == 4) keep(of.mask, room.mask, n, 1, of.Tk);
+      if (item == 6) keep(of.inverse_fertility, room.inverse_fertility, n, 1, of.Tk);
+      if (item == 7) keep(of.transition_prob, room.transition_prob, n, 1, a.most);
       if (item != 5) return;
       if (of.lengths) keep(View{(void*)of.lengths, 1}, room.lengths, n, 1, 1);
       keep(View{room.sentence, 1}, room.sentence, n, 1, 1);
@@ -565,6 +599,9 @@ class BeamSearch {
     put(of.exponentials, room.exponentials, of.Tk, of.exponentials.row);
     put(of.key_bounds, room.key_bounds, a.most, 2);
     put(of.mask, room.mask, 1, of.Tk);
+    put(of.inverse_fertility, room.inverse_fertility, 1, of.Tk);
+    put(of.transition_prob, room.transition_prob, 1, a.most);
+    of.transition_prob.row = 1;
     of.mask.row = 0;
     if (of.lengths) of.lengths = room.lengths;
     of.B = n;
