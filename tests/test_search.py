@@ -171,8 +171,10 @@ def test_rules(beam, rule, backend):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("beam", [1, 3])
-def test_attention_with_a_history(beam, kind, backend):
+@pytest.mark.parametrize(
+    ("beam", "dtype"), [(1, torch.float64), (3, torch.float64), (3, torch.float32)]
+)
+def test_attention_with_a_history(beam, dtype, kind, backend):
     """A hypothesis has its own coverage and its own weights of the step before."""
     served(backend)
     rows = []
@@ -187,7 +189,7 @@ def test_attention_with_a_history(beam, kind, backend):
         ]
     ):
         terms = ("past", "biases", *terms)
-        case = Case("gru", None, score, B=9, T=8, terms=terms, dtype=torch.float64, seed=seed)
+        case = Case("gru", None, score, B=9, T=8, terms=terms, dtype=dtype, seed=seed)
         options = {"coverage_penalty": 0.3, "need_weights": True, "no_repeat_ngram": 2}
         rows += judge(kind, case, backend, beam=beam, n_best=beam, **(options if seed % 2 else {}))
     assert len(set(rows)) > 8

@@ -471,9 +471,10 @@ SearchOutputs search(const SearchArguments& given) {
   if (!fit.K)
     keep.push_back(given.key_exponentials ? packed(*given.key_exponentials) : cpu::exponentials_of(of));
   if (!fit.K && keep.back().numel()) of.exponentials = view(keep.back());
+  of.exponentials.head = 0;  // the same for all hypotheses
   fill_history(given, fit, step.attention, keep);
   (given.coverage ? of.H : of.Tq) = a.beam;
-  of.mask.row = of.mask.head = 0;  // the same for all hypotheses
+  of.mask.row = of.mask.head = 0;
   put_rooms(given, fit, a, keep);
   const int64_t of_words = a.R * (a.V + (given.weight_readout ? step.H + step.Dv : 0));
   const int64_t threads = threads_for(step, of_words);
