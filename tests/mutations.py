@@ -539,15 +539,17 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
             ("self.limits[sentence] <= length + 1", "self.limits[sentence] <= length"),
             ("forced >= 0, another, hidden", "forced >= 0, another | hidden, hidden"),
         ],
-        "Constraints._word_mask": [("len(mask) == 1 else mask[sentence]", "True else mask[0]")],
         "repeated_ngrams": [
             ("if t < n:", "if t <= n:"),
             ("words[:, None, t - n + 1 :]", "words[:, None, 1 - n :]"),
         ],
-        "make_constraints": [("(table >= 0).sum(-1) + 1", "(table >= 0).sum(-1)")],
+        "search_limits": [("len(words) + 1 for words", "len(words) for words")],
+        "Constraints.for_operator": [("self._padded_mask(V).clone()", "mask")],
     },
     ("attnfast/decoding/_constraints.py", "tests/test_models.py -k 'possible or said'"): {
-        "Constraints.log_probs": [("(logits == LOWEST) & ~is_end", "logits == LOWEST")],
+        "Constraints.log_probs": [
+            ("(logits == LOWEST) & ~is_end", "logits == LOWEST"),
+        ],
     },
     ("attnfast/decoding/_hypotheses.py", "tests/test_decoding.py"): {
         "Hypotheses.append": [
@@ -562,9 +564,9 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         "Seq2Seq._select_search_backend": [
             ("if self.dropout.training and self.dropout.p:", "if False:"),
             ("and not words.max_norm", ""),
-            ("if isinstance(decoder.attention, HistoryAttention):", "if False:"),
         ],
         "Seq2Seq._search_inputs": [
+            ("PAD not in constraints.forbidden or", ""),
             ("begin=constraints.start,", "begin=constraints.end,"),
             ("embedding_scale=words.embedding_dim**0.5,", ""),
         ],
@@ -1152,7 +1154,6 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
             ("mask = seen if mask is None else seen & mask", "pass"),
             ('state.get("previous"), None,', 'state["coverage"], None,'),
         ],
-        "_packed": [("all(x is y for x, y in zip(parameters, before.parameters))", "True")],
         "_common_arguments": [("shared_keys.check_unchanged()", "pass")],
         "_reversed": [
             ("return x.flip(1)", "return x"),
@@ -1529,8 +1530,10 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         ],
         "add_biases": [("out[sum_index(a.cell, gate) * width]", "out[gate * width]")],
         "update_block": [
-            ("{masked[t % 2] + (layer * a.B + b) * a.H, a.H}", "{masked[t % 2] + b * a.H, a.H}"),
             ("packed.hidden.at(own)", "packed.hidden.at(panel)"),
+        ],
+        "update_states": [
+            ("{masked[t % 2] + layer * a.B * a.H, a.H}", "{masked[t % 2], a.H}"),
         ],
         "weigh": [("in_place.scores = step.weights;", "")],
         "apply_gate": [("gate = sigmoid_of(gate);", "")],
@@ -1619,25 +1622,78 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
     },
     ("csrc/cpu/recurrent.cpp", "tests/test_recurrent.py -k 'cpu and invalid_calls'"): {
         "recurrent": [
-            ('(given.packed->numel()) == kernels().packed(a), "packed");', '(1), "packed");'),
+            ('(given.packed->numel()) == kernels().packed(a, {}), "packed");', '(1), "packed");'),
+        ],
+    },
+    ("attnfast/ops/packing.py", "tests/test_search.py tests/test_nn_recurrent.py -k packed"): {
+        "pack_parameters": [
+            ("and before.made_of == made_of", ""),
+            ("options = feed_size, call.mode, int8", "options = feed_size, call.mode, False"),
+        ],
+        "_version": [("x.data_ptr(), x._version,", "x._version,")],
+    },
+    ("csrc/cpu/search_words.h", "tests/test_search.py -k 'cpu and not opcheck'"): {
+        "takes": [("score > least()", "score >= least()")],
+        "insert": [("at[i - 1].score < x.score", "at[i - 1].score <= x.score")],
+        "pack": [("{0, a.H, a.H + a.Dv}, which", "{0, a.H, a.H}, which")],
+        "before": [("x[i] == x[j] && i < j", "x[i] == x[j] && i > j")],
+        "sink": [("child + 1 < n &&", "false &&")],
+        "next": [("heap[n] = first;", "")],
+        "draw_word": [
+            ("(logit - top) * scale", "logit - top"),
+            ("logit == splat(never) ? Vec<C>{} :", ""),
+            ("for (total = 0; count < most; ++count)", "for (; count < most; ++count)"),
+            ("sum < draw.top_p * total", "sum < draw.top_p"),
+            ("if (part > number * sum) break;", "if (part > number) break;"),
+            ("if (sum > number * total) break;", "if (sum >= number) break;"),
         ],
     },
     ("csrc/cpu/search.h", "tests/test_search.py -k 'cpu and not opcheck'"): {
-        "takes": [("score > least()", "score >= least()")],
         "insert": [
-            ("at[i - 1].score < x.score", "at[i - 1].score <= x.score"),
             ("first + i != a.end && best.takes", "best.takes"),
+            ("&& !repeats(r, first + i)", ""),
         ],
-        "add_bias": [("lanes_within<C>(word, a.end, a.V)", "lanes_within<C>(word, 0, a.V)")],
+        "mask_words": [
+            ("word < a.V && (!may_come || may_come[word])", "word < a.V"),
+            ("comes ? bias : -(C)__builtin_inf()", "bias"),
+        ],
+        "add_bias": [
+            ("a.word_mask.batch ? sentence_of(block.b + r) : 0", "0"),
+            ("bias == never ? never :", ""),
+        ],
+        "forced": [("t < a.prefix_length ?", "t < 0 ?")],
         "score": [
             ("x[r * P + a.end % P]", "x[r * P]"),
+            ("x[r * P + word % P]", "x[r * P]"),
             ("if (best[r].n < K) best[r].at[best[r].n].word = -1;", ""),
+        ],
+        "keep_weights": [
+            ("(s * a.most + t) * K + k) * Tk", "(s * a.most + t) * K) * Tk"),
+            ("sums[j] += from[j];", "sums[j] = from[j];"),
+        ],
+        "coverage_of": [("t % 2 * a.B + s", "s")],
+        "penalty_of": [
+            ("attention.lengths ? attention.lengths[i] : a.step.Tk", "a.step.Tk"),
+            ("sums[j] > 1 ? 1 :", ""),
+            ("continue;", ""),
+        ],
+        "draw": [
+            ("if (mass.sum != mass.sum) return", "if (false) return"),
+            ("t ? links[k - K]", "t ? links[k]"),
+            ("all_ended = false;", ""),
+        ],
+        "draw_row": [
+            ("if (t + 1 >= a.limits[s]) return", "if (false) return"),
+            ("if (!may_end) logits[a.end] = never;", ""),
+            ("a.numbers[at * a.most + t]", "a.numbers[at * a.most]"),
+            ("logits[room.repeated[at * a.most + i]] = never;", ""),
         ],
         "choose": [
             ("t + 1 >= a.limits[s]", "t >= a.limits[s]"),
-            ("if (room.ended[s]) return;", ""),
             ("if (mass.sum != mass.sum) return", "if (false) return"),
             ("(word == a.end ? (C)0 : (C)a.length_bonus)", "(C)a.length_bonus"),
+            ("if (t >= a.min_length) add(", "add("),
+            ("if (next >= 0) {", "if (false) {"),
         ],
         "continue_beam": [
             ("if (ends && rank < K)", "if (ends)"),
@@ -1645,6 +1701,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
             ("if (ends || going == K) continue;", "if (ends) continue;"),
             ("going && !(enough &&", "going && !(true &&"),
             ("totals[0] / normaliser", "totals[0]"),
+            ("coverage_of(s, x.slot, t), a.step", "coverage_of(s, going, t), a.step"),
         ],
         "finish": [
             ("all[i - 1].score < x.score", "all[i - 1].score > x.score"),
@@ -1653,24 +1710,66 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         "go_on": [
             ("from * K + link.parent", "from * K + k"),
             ("if (feeds) put(fed, room.feed, step.F);", ""),
+            ("history_of(parent, t), step", "history_of(r, t), step"),
+            ("of.log_weights.data ? of.log_weights : of.weights", "of.weights"),
+            ("row<C>(weights, from, link.parent)", "row<C>(weights, from, k)"),
         ],
-        "pack_words": [("{0, H, H + a.step.Dv}, which", "{0, H, H}, which")],
+        "find_repetitions": [
+            ("k = link.parent;", ""),
+            ("words + t + 2 - n", "words + t + 1 - n"),
+            ("i + n <= t + 1", "i + n <= t"),
+        ],
+        "history_of": [("t % 2 * a.B * K + r", "r")],
         "step_at": [
             ("shift_to_step(of.key_bounds, t, sizeof(int64_t));", ""),
             ("of.key_bounds.row = 0;", ""),
+            ("shift_to_step(of.transition_prob, t, sizeof(C));", ""),
         ],
-        "begin": [("if (feeds) put(a.feed", "if (false) put(a.feed")],
+        "begin": [
+            ("if (feeds) put(a.feed", "if (false) put(a.feed"),
+            ("put(step.attention.previous, room.previous, step.Tk);", ""),
+            ("k && !a.numbers ?", "k ?"),
+        ],
         "embed": [("* (C)a.embedding_scale", "")],
         "leave_out": [
             ("if (item == 0) keep(", "if (item == 9) keep("),
             ("if (item == 3) keep(", "if (item == 9) keep("),
             ("if (item == 4) keep(", "if (item == 9) keep("),
+            ("if (item == 6) keep(", "if (item == 9) keep("),
+            ("if (item == 7) keep(", "if (item == 9) keep("),
             ("of.mask.row = 0;", ""),
+            ("of.transition_prob.row = 1;", ""),
             ("if (of.lengths) of.lengths = room.lengths;", ""),
             ("keep(View{room.sentence, 1}, room.sentence, n, 1, 1);", ""),
         ],
         "keep": [("if (from.column == 1)", "if (true)")],
-        "write": [("* K + link.parent];", "* K];")],
+        "write": [
+            ("* K + link.parent];", "* K];"),
+            ("* K + link.parent) * Tk", "* K) * Tk"),
+        ],
+    },
+    ("csrc/cpu/int8.h", "tests/test_search.py -k 'cpu and int8'"): {
+        "round_vector": [("x * inverse + 12582912.f", "x * inverse + 12582911.f")],
+        "scale_of": [
+            ("size > largest ? size : largest", "size"),
+            ("v < 0.f ? -v : v", "v"),
+            ("/ 127.f", "/ 100.f"),
+        ],
+        "pack_bytes": [
+            ("-128 * sum", "-127 * sum"),
+            ("panel + (k / 4 + j) * P + i", "panel + j * P + i"),
+            ("i < n ? scale_of(x, depth) : 0.f", "scale_of(x, min(depth, 64))"),
+        ],
+        "round_row": [("bytes[i] ^= 0x80;", "bytes[i] ^= 0x40;")],
+        "multiply_bytes": [("tile(a, first + r, depth", "tile(a, r, depth")],
+    },
+    ("csrc/cpu/recurrent.cpp", "tests/test_search.py -k 'cpu and not opcheck'"): {
+        "search": [
+            ("of.exponentials.head = 0;", ""),
+            ("if (given.word_mask && given.word_mask->size(0) == 1) a.word_mask.batch = 0;", ""),
+            ('kernels().packed(step, a), "packed");', '64, "packed");'),
+        ],
+        "SearchChecker": [('given.n_best == given.beam, "n_best"', 'true, "n_best"')],
     },
     ("csrc/cpu/narrow.h", "tests/test_recurrent.py tests/test_search.py -k 'narrow or bfloat16'"): {
         "pack_rows": [

@@ -212,7 +212,7 @@ def search_limits(
         limits = getattr(model, "output_limit", output_limit)(lengths).cpu().long()
     else:
         limits = torch.full((len(lengths),), max_length + 1)
-    least = torch.tensor([len(words) + 1 for words in prefix or []] or 1)
+    least = torch.tensor([len(words) + 1 for words in prefix] if prefix else [1])
     return torch.maximum(limits, least).clamp_min(min_length + 1)
 
 
