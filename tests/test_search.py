@@ -414,6 +414,7 @@ def test_options_of_products_are_checked(backend):
     for args, word in (
         (short._replace(packed=torch.zeros(64)), "packed"),
         (call(KINDS[0], Case("gru", None, dtype=torch.float64), int8=True), "int8"),
+        (call(KINDS[0], Case("gru", None), V=5, R=2**16 + 1, int8=True), "int8"),
     ):
         for function in (CHECKS["search"], SEARCH.forwards[backend]):
             assert word in str(refusal(function, args))

@@ -137,6 +137,9 @@ class SearchOutputs(NamedTuple):
 #: The widest beam of the operator.
 MOST_BEAM = 64
 
+#: The most features of a product of 8-bit integers, whose sum has 32 bits.
+MOST_BYTES = 2**16
+
 
 def layer_of(call: SearchInputs, input: Tensor) -> RecurrentInputs:
     """Return the layer's call for inputs ``[B, T, E]``; if nothing is fed, feed weights are 0."""
@@ -192,6 +195,9 @@ def check(call: SearchInputs) -> None:
         check_packed(call.packed, call.hidden)
     if call.int8 and dtype == torch.float64:
         raise_value_error("int8", "False with float64", "True")
+    longest = max(E, H, Dv, R, call.weight_ih.shape[1] - E)
+    if call.int8 and longest > MOST_BYTES:
+        raise_value_error("int8", f"False with more than {MOST_BYTES} features", f"{longest}")
     if call.word_mask is not None:
         mask, rows = call.word_mask, len(call.word_mask) if call.word_mask.dim() else 0
         check_exact(mask, [("word_mask", mask, torch.bool, (1 if rows == 1 else B, V))])

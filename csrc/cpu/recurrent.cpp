@@ -333,6 +333,9 @@ PackedWeights pack_recurrent(const PackArguments& given) {
   X(double, top_p, positive)                                              \
   X(bool, need_weights, any)
 
+// The most products of bytes, up to 255 · 127 each, in a sum of 32 bits.
+constexpr int64_t kMostBytes = 1 << 16;
+
 struct SearchChecker : LayerChecker {
   int64_t V = 0, R = 0, prefix_length = 0;
 
@@ -349,7 +352,8 @@ struct SearchChecker : LayerChecker {
     R = given.weight_vocab.size(1);
     check(given.weight_output || given.weight_readout, "weight_readout");
     check(!given.bias_readout || given.weight_readout, "bias_readout");
-    check(!given.int8 || dtype == ScalarType::Float, "int8");
+    const int64_t longest = std::max({E, F, H, Dv, R});
+    check(!given.int8 || (dtype == ScalarType::Float && longest <= kMostBytes), "int8");
     check(given.weight_readout || R == output_dim, "weight_vocab");
     if (!given.attends_first && given.weight_ih.size(1) == E) F = 0, check(!given.feed, "feed");
     if (given.prefix) check(given.prefix->dim() == 2, "prefix"), prefix_length = given.prefix->size(1);
