@@ -561,12 +561,8 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         "SearchOutput.hypotheses": [("if n or not i", "if True")],
     },
     ("attnfast/models/seq2seq.py", "tests/test_search.py"): {
-        "Seq2Seq._select_search_backend": [
-            ("if self.dropout.training and self.dropout.p:", "if False:"),
-            ("and not words.max_norm", ""),
-        ],
+        "Seq2Seq._select_search_backend": [("PAD not in constraints.forbidden or", "")],
         "Seq2Seq._search_inputs": [
-            ("PAD not in constraints.forbidden or", ""),
             ("begin=constraints.start,", "begin=constraints.end,"),
             ("embedding_scale=words.embedding_dim**0.5,", ""),
         ],
@@ -1625,17 +1621,23 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
             ('(given.packed->numel()) == kernels().packed(a, {}), "packed");', '(1), "packed");'),
         ],
     },
+    ("attnfast/models/_search.py", "tests/test_search.py"): {
+        "select_search_backend": [
+            ("if model.dropout.training and model.dropout.p:", "if False:"),
+            ("words.max_norm or", ""),
+        ],
+    },
     ("attnfast/ops/packing.py", "tests/test_search.py tests/test_nn_recurrent.py -k packed"): {
         "pack_parameters": [
             ("and before.made_of == made_of", ""),
-            ("options = feed_size, call.mode, int8", "options = feed_size, call.mode, False"),
+            ("context_size, call.mode, int8", "context_size, call.mode, False"),
         ],
         "_version": [("x.data_ptr(), x._version,", "x._version,")],
     },
     ("csrc/cpu/search_words.h", "tests/test_search.py -k 'cpu and not opcheck'"): {
         "takes": [("score > least()", "score >= least()")],
         "insert": [("at[i - 1].score < x.score", "at[i - 1].score <= x.score")],
-        "pack": [("{0, a.H, a.H + a.Dv}, which", "{0, a.H, a.H}, which")],
+        "pack": [("{0, a.H, a.H + a.Dv, 0};", "{0, a.H, a.H, 0};")],
         "before": [("x[i] == x[j] && i < j", "x[i] == x[j] && i > j")],
         "sink": [("child + 1 < n &&", "false &&")],
         "next": [("heap[n] = first;", "")],

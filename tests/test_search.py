@@ -13,19 +13,20 @@ from test_recurrent import Case, as_bfloat16, doubled, refusal
 from test_recurrent import call as layer_call
 from torch import Tensor
 
+import attnfast
 from attnfast._utils.checks import InputError
 from attnfast.decoding import beam_search, greedy_search, sample, search
 from attnfast.decoding._constraints import output_limit
-from attnfast.models import BOS, EOS, Config, build
+from attnfast.models import BOS, EOS, Config, ListenAttendSpell, PyramidEncoder, build
 from attnfast.ops import dispatch, reference, reference_search
 from attnfast.ops.backends import HALF, unsupported_reason
 from attnfast.ops.operators import CHECKS
 from attnfast.ops.recurrent import WEIGHTS
-from attnfast.ops.search import SEARCH, SearchInputs, layer_of
+from attnfast.ops.search import SEARCH, SearchInputs, layer_of, reads_input
 
 KINDS = ("attend_first", "attend_last", "input_feeding", "nothing fed")
 TERMS = ("projection", "lengths", "mask", "span", "feed", "biases")
-STACKED = (*TERMS, "stack")
+STACKED = (*TERMS, "stack", "no input")
 
 
 def served(backend: str, dtype: torch.dtype = torch.float32) -> None:
@@ -83,7 +84,8 @@ def call(
     }
     H, E, Dv = case.H, case.E, case.Dv
     if layer.weight_output is None:
-        args["weight_readout"] = floats(R, H + Dv + E, scale=(H + Dv + E) ** -0.5)
+        read = H + Dv + (0 if "no input" in case.terms else E)
+        args["weight_readout"] = floats(R, read, scale=(H + Dv + E) ** -0.5)
         args["bias_readout"] = floats(R) if "biases" in case.terms else None
     else:
         R = case.F
@@ -101,6 +103,7 @@ def call(
     if "prefix" in case.terms:
         args["prefix"] = torch.randint(4, V + 1, (case.B, 3), generator=g).to(device)
         args["prefix"][torch.rand(case.B, 3, generator=g).cumsum(1) > 1] = -1
+        args["prefix"][torch.arange(3) + 1 >= limits.cpu()[:, None]] = -1
     if "numbers" in case.terms:
         shape = case.B, int(options.get("beam", 1)), case.T
         args["numbers"] = torch.rand(shape, generator=g, dtype=torch.float64).to(device)
@@ -246,7 +249,7 @@ def scores_after(args: SearchInputs, words: Tensor) -> Tensor:
     states = made.states if made.states.dim() == 3 else made.states[-1]
     rows, product = made.attentional, partial(reference.product, int8=args.int8)
     if exact.weight_readout is not None:
-        joined = [states, made.contexts, inputs]
+        joined = [states, made.contexts, inputs][: 2 + reads_input(exact)]
         rows = product(joined, exact.weight_readout, exact.bias_readout).tanh()
     logits = product([rows], exact.weight_vocab, exact.bias_vocab)
     return logits.index_fill(-1, torch.arange(args.end), -math.inf).log_softmax(-1)
@@ -598,6 +601,31 @@ def test_int8_needs_the_operator():
     made, *sources = model_and_sources("bahdanau", False, pointer_generator=True)
     with pytest.raises(InputError, match="but the model copies words"):
         greedy_search(made.float(), *sources, int8=True)
+
+
+@pytest.mark.parametrize("kind", ["bahdanau", "dot", "location"])
+def test_a_speech_model_searches_in_one_call(kind, monkeypatch):
+    served("cpu")
+    torch.manual_seed(1)
+    attention = {
+        "bahdanau": lambda: attnfast.nn.BahdanauAttention(6, 8, 4),
+        "dot": lambda: attnfast.nn.LuongAttention(6, 8, "general"),
+        "location": lambda: attnfast.nn.LocationAwareAttention(6, 8, 4, num_filters=3, width=5),
+    }[kind]()
+    made = ListenAttendSpell(PyramidEncoder(5, 4, layers=1), attention, 20, 6, 3).double().eval()
+    with torch.no_grad():
+        for x in made.parameters():
+            x.mul_(3)
+    sources = torch.randn(7, 20, 5, dtype=torch.float64), torch.randint(2, 21, (7,))
+    calls = spied(monkeypatch)
+    one = beam_search(made, *sources, 4, n_best=3, need_weights=True)
+    drawn = sample(made, *sources, 2, generator=torch.Generator().manual_seed(1))
+    assert len(calls) == 2
+    monkeypatch.setattr(search, "_run_operator", lambda *_, **__: None)
+    torch.testing.assert_close(one, beam_search(made, *sources, 4, n_best=3, need_weights=True))
+    generator = torch.Generator().manual_seed(1)
+    torch.testing.assert_close(drawn, sample(made, *sources, 2, generator=generator))
+    assert len({len(words) for several in drawn.hypotheses() for words in several}) > 2
 
 
 def test_half_types_are_searched_in_float32(monkeypatch):

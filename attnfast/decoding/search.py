@@ -44,8 +44,9 @@ from attnfast.decoding._hypotheses import (
 )
 from attnfast.ops import dispatch
 from attnfast.ops.arguments import length_mask
+from attnfast.ops.operators import accumulation_dtype
 from attnfast.ops.packing import Packed, pack_parameters, upcast_halves
-from attnfast.ops.search import MOST_BEAM, SEARCH, SearchInputs
+from attnfast.ops.search import LEAST_COVERAGE, MOST_BEAM, SEARCH, SearchInputs
 
 __all__ = ["Scorer", "SearchOutput", "beam_search", "greedy_search", "sample"]
 
@@ -525,8 +526,9 @@ class _Beams:
     def _uncovered(self) -> Tensor:
         """Return Σ_j log min(Σ_t a_tj, 1) of each hypothesis, this step included."""
         weights = self.hypotheses.weights[-1]
+        weights = weights.to(accumulation_dtype(weights.dtype))
         self.coverage = weights if self.coverage is None else self.coverage + weights
-        logs = self.coverage.clamp(torch.finfo(weights.dtype).tiny, 1).log()
+        logs = self.coverage.clamp(LEAST_COVERAGE, 1).log()
         return logs.masked_fill(~_keys_of(self.hypotheses.memory, logs), 0).sum(-1)
 
     def _finish(

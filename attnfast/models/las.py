@@ -19,6 +19,7 @@ from attnfast._utils.checks import (
     raise_type_error,
     raise_value_error,
 )
+from attnfast.decoding._constraints import Constraints
 from attnfast.models._checks import (
     PAD,
     check_lengths,
@@ -28,12 +29,15 @@ from attnfast.models._checks import (
     check_target,
     embed,
 )
+from attnfast.models._search import select_search_backend
 from attnfast.models.encoders import Encoder
 from attnfast.nn import AttentionLSTM, Memory, RecurrentState
+from attnfast.nn._fused_rnn import attention_arguments
 from attnfast.nn._linear import linear
 from attnfast.nn.attention import check_sizes
 from attnfast.ops.arguments import length_mask
 from attnfast.ops.operators import accumulation_dtype
+from attnfast.ops.search import SearchInputs
 
 #: CTC's blank: the id of padding, which is not a label.
 BLANK = PAD
@@ -272,6 +276,32 @@ class ListenAttendSpell(nn.Module):
         labels = labels.log_softmax(-1, dtype=accumulation_dtype(labels.dtype))
         zeros = states.new_zeros(1, states.shape[0], self.decoder.hidden_size)
         return EncodedSpeech(memory, labels, lengths), RecurrentState(zeros, zeros)
+
+    def _search_inputs(
+        self, encoded: EncodedSpeech, state: RecurrentState, constraints: Constraints
+    ) -> tuple[SearchInputs | None, str | None, str]:
+        """Return the operator's arguments for a search, its backend, and why there is none."""
+        backend, reason = select_search_backend(
+            self, ListenAttendSpell, (AttentionLSTM,), (self.readout, self.output), encoded.memory,
+            state.history,
+        )  # fmt: skip
+        if backend is None:
+            return None, None, reason
+        layer, letters, limits = self.decoder._layer(0), self.embedding, constraints.limits
+        most = int(limits.max()) if len(limits) else 0
+        steps = letters.weight.new_empty(len(limits), most, 0)
+        terms, _ = attention_arguments(
+            self.decoder.attention, encoded.memory, backend, state.history, steps
+        )
+        call = SearchInputs(
+            letters.weight, self.output.weight, limits.long(), state.hidden[0],  # type: ignore[index]
+            layer.weight_ih, layer.weight_hh, state.cell[0], state.feed,  # type: ignore[arg-type, index]
+            bias_ih=layer.bias_ih, bias_hh=layer.bias_hh, bias_vocab=self.output.bias,
+            weight_readout=self.readout.weight, bias_readout=self.readout.bias, mode=layer.mode,
+            attends_first=layer.attends_first, begin=constraints.start, end=constraints.end,
+            most=most, **terms, **constraints.for_operator(letters.num_embeddings),
+        )  # fmt: skip
+        return call, backend, ""
 
     def decode(
         self,

@@ -26,13 +26,14 @@ from attnfast.models._checks import (
     check_target,
     embed,
 )
+from attnfast.models._search import select_search_backend
 from attnfast.models.decoders import BahdanauDecoder, LuongDecoder, state_shape, summary
 from attnfast.nn import CoverageAttention, Memory, PointerGenerator
-from attnfast.nn._fused_rnn import attention_arguments, select_layer_backend
+from attnfast.nn._fused_rnn import attention_arguments
 from attnfast.nn._layer import RecurrentState
-from attnfast.nn._linear import is_plain, linear, not_plain_reason
+from attnfast.nn._linear import is_plain, linear
 from attnfast.nn.attention import check_sizes
-from attnfast.ops.search import SEARCH, SearchInputs
+from attnfast.ops.search import SearchInputs
 
 
 class EncodedSource(NamedTuple):
@@ -200,9 +201,7 @@ class Seq2Seq(nn.Module):
         self, source: EncodedSource, state: RecurrentState, constraints: Constraints
     ) -> tuple[SearchInputs | None, str | None, str]:
         """Return the operator's arguments for a search, its backend, and why there is none."""
-        backend, reason = self._select_search_backend(source, state)
-        if PAD not in constraints.forbidden or constraints.start == PAD:
-            backend, reason = None, f"a hypothesis may have the padding word, {PAD}"
+        backend, reason = self._select_search_backend(source, state, constraints)
         if backend is None:
             return None, None, reason
         decoder, words, limits = self.decoder, self.embedding, constraints.limits
@@ -229,28 +228,19 @@ class Seq2Seq(nn.Module):
         return call, backend, ""
 
     def _select_search_backend(
-        self, source: EncodedSource, state: RecurrentState
+        self, source: EncodedSource, state: RecurrentState, constraints: Constraints
     ) -> tuple[str | None, str]:
         """Return the backend whose operator can search with this model, or None and the reason."""
-        if not is_plain(self, Seq2Seq):
-            return None, not_plain_reason(self, Seq2Seq)
-        if self.dropout.training and self.dropout.p:
-            return None, "dropout is on: call eval() first"
-        decoder, words = self.decoder, self.embedding
-        if any(callable(x) for part in (self, decoder) for x in vars(part).values()):
-            return None, "the model or its decoder has a method of its own"
-        if not is_plain(decoder, BahdanauDecoder, LuongDecoder):
-            return None, not_plain_reason(decoder, BahdanauDecoder, LuongDecoder)
         if self.pointer is not None:
             return None, "the model copies words"
-        plain = [(words, nn.Embedding), (decoder.readout, nn.Linear), (self.dropout, nn.Dropout)]
-        is_own = decoder.parts()[0].rnn is None and not words.max_norm
-        if not is_own or not all(is_plain(*x) for x in plain):
-            return None, "its cell, embedding or readout is no plain module"
-        return select_layer_backend(
-            decoder.attention, source.memory, words.weight, history=state.history,
-            operator=SEARCH.name,
-        )  # fmt: skip
+        if PAD not in constraints.forbidden or constraints.start == PAD:
+            return None, f"a hypothesis may have the padding word, {PAD}"
+        decoders = (BahdanauDecoder, LuongDecoder)
+        if is_plain(self.decoder, *decoders) and self.decoder.parts()[0].rnn is not None:
+            return None, "its cell is no plain module"
+        return select_search_backend(
+            self, Seq2Seq, decoders, (self.decoder.readout,), source.memory, state.history
+        )
 
     def decode(
         self,

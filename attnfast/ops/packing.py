@@ -37,7 +37,8 @@ def pack_parameters(
     given = [x for x in parameters if x is not None]
     if any(x.is_inference() for x in given):
         return None  # inference tensors have no version counter
-    options = feed_size, call.mode, int8
+    context_size = 0 if call.value is None else call.value.shape[-1]
+    options = feed_size, context_size, call.mode, int8
     made_of = (backend, *options, *[None if x is None else _version(x) for x in parameters])
     if isinstance(before, Packed) and before.made_of == made_of:
         return before

@@ -504,7 +504,7 @@ def _fake_backward(call: RecurrentBackward) -> RecurrentGradients:
 LIBRARIES["cpu"].define(
     "pack_recurrent(Tensor weight_ih, Tensor weight_hh, Tensor? bias_ih, Tensor? bias_hh, "
     "Tensor? weight_query, Tensor? weight_output, Tensor? weight_ih_upper, Tensor? weight_readout, "
-    "Tensor? weight_vocab, int feed_size, str mode, bool int8) -> Tensor"
+    "Tensor? weight_vocab, int feed_size, int context_size, str mode, bool int8) -> Tensor"
 )
 
 RECURRENT = Operator(

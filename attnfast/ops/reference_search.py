@@ -10,7 +10,13 @@ from torch import Tensor
 
 from attnfast.ops.recurrent import RecurrentOutputs
 from attnfast.ops.reference import product, recurrent, widen_weights
-from attnfast.ops.search import SearchInputs, SearchOutputs, layer_of
+from attnfast.ops.search import (
+    LEAST_COVERAGE,
+    SearchInputs,
+    SearchOutputs,
+    layer_of,
+    reads_input,
+)
 
 
 def search(call: SearchInputs) -> SearchOutputs:
@@ -75,7 +81,8 @@ def _next_words(
     feeds = not call.attends_first and call.weight_ih.shape[1] > x.shape[1]
     fed = (context if output is None else output) if feeds else None
     if call.weight_readout is not None:
-        output = product([h, context, x], call.weight_readout, call.bias_readout, call.int8)
+        read = [h, context, x] if reads_input(call) else [h, context]
+        output = product(read, call.weight_readout, call.bias_readout, call.int8)
         output = output.tanh()
     logits = product([output], call.weight_vocab, call.bias_vocab, call.int8)  # type: ignore[list-item]
     if call.word_mask is not None:
@@ -253,7 +260,7 @@ class _Beam(_Several):
     def uncovered(self, x: _Hypothesis) -> float:
         """Return Σ_j log min(Σ_t a_tj, 1) over the keys that exist."""
         call, sums = self.call, torch.stack(x.weights).sum(0)
-        logs = sums.clamp(torch.finfo(sums.dtype).tiny, 1).log()
+        logs = sums.clamp(LEAST_COVERAGE, 1).log()
         if call.lengths is not None:
             logs = logs[: int(call.lengths[self.b])]
         if call.mask is not None:

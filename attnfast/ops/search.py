@@ -41,14 +41,15 @@ class SearchInputs(NamedTuple):
     """The arguments of the operator, float32 or float64.
 
     ``embedding [V, E]`` of the words, ``weight_vocab [V, R]`` and ``bias_vocab [V]`` for their
-    scores; ``weight_readout [R, H + Dv + E]`` and ``bias_readout [R]``, or None, where the
-    attentional vectors are scored. Sequence b has at most ``limits [B]`` words, int64, the end
-    included, and none has more than ``most``. ``begin`` is read first. ``beam``, K, ``n_best``, N,
-    ``length_penalty``, ``length_bonus``, γ, ``coverage_penalty``, ``min_length``,
-    ``no_repeat_ngram``, ``temperature``, ``top_k`` and ``top_p`` are those of
-    :mod:`attnfast.decoding`. ``word_mask [1 or B, V]``, boolean, is False for words that may not
-    come; their probabilities are 0. ``prefix [B, P]``, int64, are the first words, −1 after them.
-    ``numbers [B, K, most]``, float64 in [0, 1), draw the words, with N = K.
+    scores; ``weight_readout [R, H + Dv + E]``, or ``[R, H + Dv]`` for a readout that does not read
+    the embedded word, and ``bias_readout [R]``; or None, where the attentional vectors are scored.
+    Sequence b has at most ``limits [B]`` words, int64, the end included, and none has more than
+    ``most``. ``begin`` is read first. ``beam``, K, ``n_best``, N, ``length_penalty``,
+    ``length_bonus``, γ, ``coverage_penalty``, ``min_length``, ``no_repeat_ngram``, ``temperature``,
+    ``top_k`` and ``top_p`` are those of :mod:`attnfast.decoding`. ``word_mask [1 or B, V]``,
+    boolean, is False for words that may not come; their probabilities are 0. ``prefix [B, P]``,
+    int64, are the first words, −1 after them, fewer than the limit. ``numbers [B, K, most]``,
+    float64 in [0, 1), draw the words, with N = K.
 
     ``int8`` rounds the weights of matrix products and their inputs to 8 bits: with s the largest
     magnitude of a row over 127, x · w ≈ s_x s_w Σ_k round(x_k / s_x) round(w_k / s_w). Columns of
@@ -137,6 +138,9 @@ class SearchOutputs(NamedTuple):
 #: The widest beam of the operator.
 MOST_BEAM = 64
 
+#: The coverage penalty counts less coverage as this, whose logarithm is −87.
+LEAST_COVERAGE = 2.0**-126
+
 #: The most features of a product of 8-bit integers, whose sum has 32 bits.
 MOST_BYTES = 2**16
 
@@ -152,6 +156,12 @@ def layer_of(call: SearchInputs, input: Tensor) -> RecurrentInputs:
         zeros = call.weight_ih.new_zeros(call.weight_ih.shape[0], feed_size(layer))
         layer = layer._replace(weight_ih=torch.cat([call.weight_ih, zeros], 1))
     return layer
+
+
+def reads_input(call: SearchInputs) -> bool:
+    """Return whether the readout reads the embedded word."""
+    weight, others = call.weight_readout, call.weight_hh.shape[-1] + call.value.shape[-1]  # type: ignore[union-attr]
+    return weight is not None and weight.shape[-1:] != (others,)
 
 
 def check(call: SearchInputs) -> None:
@@ -178,7 +188,7 @@ def check(call: SearchInputs) -> None:
     check_recurrent(layer_of(call, call.hidden.new_empty(B, call.most, E)))
     shapes: dict[str, tuple[int, ...]] = {
         "embedding": (V, E), "weight_vocab": (V, R), "bias_vocab": (V,),
-        "weight_readout": (R, H + Dv + E), "bias_readout": (R,),
+        "weight_readout": (R, H + Dv + (E if reads_input(call) else 0)), "bias_readout": (R,),
     }  # fmt: skip
     for name, shape in shapes.items():
         wanted = dtype_of_weights(call) if name in WEIGHTS else dtype

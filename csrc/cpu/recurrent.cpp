@@ -203,6 +203,11 @@ RecurrentGradients recurrent_backward(const RecurrentBackwardArguments& given) {
   return grads;
 }
 
+// Return the features of the embedded word that the readout reads: E or none.
+int64_t input_of_readout(const Optional& weight_readout, int64_t others, int64_t E) {
+  return weight_readout && weight_readout->dim() == 2 && weight_readout->size(1) == others ? 0 : E;
+}
+
 // ---- packed weights -----------------------------------------------------------------------------
 
 #define ATTNFAST_PACK(X)                                             \
@@ -213,19 +218,20 @@ RecurrentGradients recurrent_backward(const RecurrentBackwardArguments& given) {
   X(Optional, weight_query, sizes, dtype, {A, H})                    \
   X(Optional, weight_output, sizes, dtype, {output_dim, Dv + H})     \
   X(Optional, weight_ih_upper, sizes, dtype, {layers - 1, G * H, H}) \
-  X(Optional, weight_readout, sizes, dtype, {R, H + Dv + E})         \
+  X(Optional, weight_readout, sizes, dtype, {R, H + Dv + read})      \
   X(Optional, weight_vocab, sizes, dtype, {V, R})                    \
-  X(int64_t, feed_size, any)                                         \
+  X(int64_t, feed_size, between, 0, E + F)                           \
+  X(int64_t, context_size, between, 0, INT32_MAX)                    \
   X(std::string, mode, any)                                          \
   X(bool, int8, any)
 
 struct PackChecker : StackChecker {
-  int64_t E = 0, H = 0, G, F, A = 0, Dv, output_dim = 0, V = 0, R = 0;
+  int64_t E = 0, H = 0, G, F, A = 0, Dv, output_dim = 0, V = 0, R = 0, read;
 
   template <class Arguments>
   explicit PackChecker(const Arguments& given)
       : StackChecker(Arguments::kOperator, given.weight_ih), G(gates_of(cell_of(given.mode))),
-        F(given.feed_size), Dv(given.feed_size) {
+        F(given.feed_size), Dv(given.context_size) {
     check(given.weight_ih.dim() == 2 && given.weight_ih.is_cpu(), "weight_ih");
     check(dtype == sum_dtype || dtype == ScalarType::BFloat16, "weight_ih");
     check(!given.int8 || sum_dtype == ScalarType::Float, "int8");
@@ -235,22 +241,14 @@ struct PackChecker : StackChecker {
     check(between(F, 0, given.weight_ih.size(1)), "feed_size");
     E = given.weight_ih.size(1) - F;
     H = A = given.weight_hh.size(1 + stacked);
-    const auto is_matrix = [&](const Optional& x, const char* name) { check(x->dim() == 2, name); };
-    if (given.weight_query) is_matrix(given.weight_query, "weight_query"), A = given.weight_query->size(0);
-    if (given.weight_vocab) {
-      is_matrix(given.weight_vocab, "weight_vocab");
-      V = given.weight_vocab->size(0);
-      R = given.weight_vocab->size(1);
-    }
-    if (given.weight_output) {
-      is_matrix(given.weight_output, "weight_output");
-      output_dim = given.weight_output->size(0);
-      Dv = given.weight_output->size(1) - H;
-    } else if (given.weight_readout) {
-      is_matrix(given.weight_readout, "weight_readout");
-      Dv = given.weight_readout->size(1) - H - E;
-    }
-    check(Dv >= 0, given.weight_output ? "weight_output" : "weight_readout");
+    for (const auto& [x, name] :
+         {std::pair(&given.weight_query, "weight_query"), std::pair(&given.weight_output, "weight_output"),
+          std::pair(&given.weight_vocab, "weight_vocab")})
+      check(!*x || (*x)->dim() == 2, name);
+    if (given.weight_query) A = given.weight_query->size(0);
+    if (given.weight_output) output_dim = given.weight_output->size(0);
+    if (given.weight_vocab) V = given.weight_vocab->size(0), R = given.weight_vocab->size(1);
+    read = input_of_readout(given.weight_readout, H + Dv, E);
   }
 };
 
@@ -276,6 +274,7 @@ PackedWeights pack_recurrent(const PackArguments& given) {
   Words words{};
   words.V = fit.V;
   words.R = fit.R;
+  words.reads_input = fit.read;
   words.weight_readout = weight_of(given.weight_readout, a.narrow, keep);
   words.weight_vocab = weight_of(given.weight_vocab, a.narrow, keep);
   const Tensor out = empty(kCpu, {static_cast<int64_t>(kernels().packed(a, words))}, ScalarType::Byte);
@@ -296,7 +295,7 @@ PackedWeights pack_recurrent(const PackArguments& given) {
   X(Tensor, weight_vocab, sizes, of_weights, {V, R})                      \
   X(Tensor, limits, sizes, ScalarType::Long, {B})                         \
   ATTNFAST_LAYER_PARAMETERS(X)                                            \
-  X(Optional, weight_readout, sizes, of_weights, {R, H + Dv + E})         \
+  X(Optional, weight_readout, sizes, of_weights, {R, H + Dv + read})      \
   X(Optional, bias_readout, sizes, dtype, {R})                            \
   X(Optional, bias_vocab, sizes, dtype, {V})                              \
   X(Optional, weight_ih_upper, sizes, of_weights, {layers - 1, G * H, H}) \
@@ -337,7 +336,7 @@ PackedWeights pack_recurrent(const PackArguments& given) {
 constexpr int64_t kMostBytes = 1 << 16;
 
 struct SearchChecker : LayerChecker {
-  int64_t V = 0, R = 0, prefix_length = 0;
+  int64_t V = 0, R = 0, prefix_length = 0, read;
 
   template <class Arguments>
   explicit SearchChecker(const Arguments& given) : LayerChecker(given) {
@@ -352,6 +351,7 @@ struct SearchChecker : LayerChecker {
     R = given.weight_vocab.size(1);
     check(given.weight_output || given.weight_readout, "weight_readout");
     check(!given.bias_readout || given.weight_readout, "bias_readout");
+    read = input_of_readout(given.weight_readout, H + Dv, E);
     const int64_t longest = std::max({E, F, H, Dv, R});
     check(!given.int8 || (dtype == ScalarType::Float && longest <= kMostBytes), "int8");
     check(given.weight_readout || R == output_dim, "weight_vocab");
@@ -423,6 +423,7 @@ SearchOutputs search(const SearchArguments& given) {
   step.T = 1;
   a.V = fit.V;
   a.R = fit.R;
+  a.reads_input = fit.read;
   a.begin = given.begin;
   a.end = given.end;
   a.most = given.most;

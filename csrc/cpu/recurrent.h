@@ -29,6 +29,7 @@ struct Words {
   int64_t V, R;
   View embedding, weight_readout, weight_vocab, bias_readout, bias_vocab;
   double embedding_scale;
+  bool reads_input;  // the readout reads the embedded word too
 };
 
 // A search with a beam: the steps of a layer, one at a time, each of which reads the words that

@@ -242,14 +242,16 @@ class BeamSearch {
     const Panels<C>* const with[] = {&packed.of_state, &packed.of_context, &packed.of_input};
     Factor<C> factors[] = {factor(of_step<C>(last_level<C>(step).states, 0, 0), step.H),
                            factor(of_step<C>(step.contexts, 0, 0), step.Dv),
-                           factor(of_step<C>(step.input, 0, 0), step.E)};
+                           {nullptr, 0, step.E}};
+    if (a.reads_input) factors[2] = factor(of_step<C>(step.input, 0, 0), step.E);
     round_factors(step, plan, member, room.rounded, factors);
     member.share(blocks(step, plan, packed.of_state.count), [&](int64_t item) {
       const Block block(step, plan, item);
       const int64_t first = block.panel * P;
       alignas(64) C x[kMostBatch * P];
       clear(x, block.rows * P);
-      for (int i = 0; i < 3; ++i) factors[i].multiply(block.b, block.rows, with[i]->at(block.panel), x);
+      for (int i = 0; i < 2 + a.reads_input; ++i)
+        factors[i].multiply(block.b, block.rows, with[i]->at(block.panel), x);
       for (int64_t r = 0; r < block.rows; ++r)
         for_vectors<C>(a.R - first, [&](int64_t c, int64_t n) {
           Vec<C> sum = load(x + r * P + c);
@@ -359,7 +361,7 @@ class BeamSearch {
   C penalty_of(int64_t i, int64_t k, int64_t t) const {
     if (!a.coverage_penalty) return 0;
     const C* const sums = coverage_of(room.sentence[i], k, t);
-    const C least = sizeof(C) == sizeof(float) ? (C)__FLT_MIN__ : (C)__DBL_MIN__;
+    const C least = __FLT_MIN__;
     const int64_t seen = attention.lengths ? attention.lengths[i] : a.step.Tk;
     double sum = 0;
     for (int64_t j = 0; j < min(seen, a.step.Tk); ++j) {

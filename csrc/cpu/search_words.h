@@ -58,7 +58,7 @@ struct PackedSearch {
     if (words.weight_readout.data) {
       of_state = take_panels(room, a.H, panels<C>(words.R), stored);
       of_context = take_panels(room, a.Dv, panels<C>(words.R), stored);
-      of_input = take_panels(room, a.E, panels<C>(words.R), stored);
+      if (words.reads_input) of_input = take_panels(room, a.E, panels<C>(words.R), stored);
     }
     vocabulary = take_panels(room, words.R, panels<C>(words.V), stored);
   }
@@ -71,13 +71,16 @@ struct PackedSearch {
 
   void pack(const Layer& a, const Words& words, Member& member) const {
     layer.pack(a, member);
-    const int64_t of_readout = of_state.count;
-    member.share(3 * of_readout + vocabulary.count, [&](int64_t item) {
-      if (item >= 3 * of_readout)
-        return Packed<C>::pack(vocabulary, words.weight_vocab, 0, words.V, item - 3 * of_readout);
-      const Panels<C>* const all[] = {&of_state, &of_context, &of_input};
-      const int64_t columns[] = {0, a.H, a.H + a.Dv}, which = item / of_readout;
-      Packed<C>::pack(*all[which], words.weight_readout, columns[which], words.R, item % of_readout);
+    const Panels<C>* const all[] = {&of_state, &of_context, &of_input, &vocabulary};
+    const int64_t columns[] = {0, a.H, a.H + a.Dv, 0};
+    int64_t total = 0;
+    for (const auto* panels : all) total += panels->count;
+    member.share(total, [&](int64_t item) {
+      int which = 0;
+      for (; item >= all[which]->count; ++which) item -= all[which]->count;
+      const bool of_words = which == 3;
+      Packed<C>::pack(*all[which], of_words ? words.weight_vocab : words.weight_readout, columns[which],
+                      of_words ? words.V : words.R, item);
     });
   }
 };
