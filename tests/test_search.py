@@ -333,6 +333,20 @@ def test_of_equal_hypotheses_the_first_are_kept(bias, backend):
         torch.testing.assert_close(got, wanted)
 
 
+@pytest.mark.parametrize("how", [{"top_k": 3}, {"top_p": 0.3}, {}])
+def test_of_equal_words_the_first_are_drawn_from(how, backend):
+    served(backend)
+    case = Case("gru", None, B=2, T=5, terms=("numbers",), dtype=torch.float64)
+    args = call("attend_first", case, V=40, beam=20, n_best=20, **how)
+    args = args._replace(weight_vocab=torch.zeros_like(args.weight_vocab), bias_vocab=None)
+    args = args._replace(limits=torch.tensor([5, 4]))
+    got, wanted = SEARCH(backend, args), reference_search.search(args)
+    torch.testing.assert_close(got.words, wanted.words)
+    torch.testing.assert_close(got.word_scores, wanted.word_scores)
+    most = {"top_k": 3, "top_p": 12}.get("".join(how), 37)
+    assert got.words[got.words > 0].max() < 3 + most
+
+
 @pytest.mark.parametrize("beam", [1, 4])
 def test_a_sentence_without_scores_ends_alone(beam, backend):
     served(backend)
