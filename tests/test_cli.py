@@ -23,6 +23,7 @@ from attnfast._utils import command_line
 from attnfast._utils.checks import InputError
 from attnfast.decoding import beam_search, sample
 from attnfast.models import BOS, EOS, PAD, UNK, Config, build
+from attnfast.ops.backends import unsupported_reason
 from attnfast.translate import checkpoint, cli, evaluate
 from attnfast.translate.cli import main
 from attnfast.translate.data import WordTokenizer, pad_sources
@@ -267,6 +268,21 @@ def test_json_of_a_search(searched, typed, options):
             assert got["alignment"] == largest.tolist()
     if options:  # it is no option without effect
         assert run(*typed) != run(*(["--sample"] if "--sample" in typed else []))
+
+
+def test_weights_in_8_bits(searched, capsys):
+    folder, run, *_ = searched
+    command = ["translate", str(folder / "model.pt"), "--input", str(folder / "text"), "--int8"]
+    assert main([*command, "--backend=reference"]) == 2
+    assert "int8 needs a search in one operator, but reference, as" in capsys.readouterr().err
+    if unsupported_reason("cpu", torch.device("cpu"), torch.float32, "search"):
+        return
+    assert main([*command, "--format=json"]) == 0
+    rows = [json.loads(row) for row in capsys.readouterr().out.splitlines()]
+    exact = [json.loads(row) for row in run("--format=json")]
+    of = [[x["score"] for row in several for x in row["hypotheses"]] for several in (rows, exact)]
+    differences = [abs(x - y) for x, y in zip(*of)]
+    assert len(rows) == len(exact) and 1e-6 < max(differences) < 0.1
 
 
 def test_the_n_best_are_lines_one_after_another(searched):
