@@ -25,7 +25,7 @@ from attnfast._utils.checks import (
     raise_type_error,
     raise_value_error,
 )
-from attnfast._utils.dispatch_log import record
+from attnfast._utils.dispatch_log import explain, record
 from attnfast.decoding._constraints import (
     BOS,
     EOS,
@@ -388,7 +388,10 @@ def _run_operator(name: str, search: Search, **options: Any) -> SearchOutput | N
         make_inputs = getattr(search.model, "_search_inputs", None)
         reason = "the model has no operator of its own"
         if make_inputs is not None:
-            call, backend, reason = make_inputs(search.memory, search.state, search.constraints)
+            sources = search.memory, search.state, search.constraints
+            call, backend, reason = make_inputs(*sources)
+            if search.int8 and backend is None:
+                *_, reason = explain(make_inputs, *sources).output  # in full
     if search.int8 and call is not None and call.embedding.dtype == torch.float64:
         reason, call, backend = "the model is float64", None, None
     if search.int8 and backend is None:
