@@ -1643,7 +1643,6 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         "next": [("heap[n] = first;", "")],
         "draw_word": [
             ("(logit - top) * scale", "logit - top"),
-            ("logit == splat(never) ? Vec<C>{} :", ""),
             ("for (total = 0; count < most; ++count)", "for (; count < most; ++count)"),
             ("sum < draw.top_p * total", "sum < draw.top_p"),
             ("if (part > number * sum) break;", "if (part > number) break;"),

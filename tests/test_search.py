@@ -367,6 +367,18 @@ def test_a_sentence_without_scores_ends_alone(beam, backend):
             assert (SEARCH(backend, args._replace(bias_vocab=bias)).lengths == -1).all()
 
 
+@pytest.mark.parametrize("int8", [False, True])
+def test_scores_of_words_that_may_not_come_do_not_count(int8, backend):
+    served(backend)
+    args = call("attend_first", Case("gru", None, B=4, T=6), V=300, beam=3, int8=int8)
+    wanted = SEARCH(backend, args)
+    for number in (math.nan, math.inf, 1e30):
+        weight = args.weight_vocab.clone()
+        weight[:3] = number
+        for x, y in zip(SEARCH(backend, args._replace(weight_vocab=weight)), wanted):
+            assert x.equal(y)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_same_words_for_any_number_of_threads(kind, backend):
     served(backend)
