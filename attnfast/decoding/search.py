@@ -165,9 +165,9 @@ def beam_search(
         scorer: a second scorer of hypotheses, such as :class:`attnfast.models.CTCPrefixScorer`.
         scorer_weight: λ, from 0 to 1: its share. With 1 the model's own scores are ignored.
         need_weights: return the attention weights too.
-        int8: round the weights of matrix products, and what they multiply, to 8 bits; for a search
-            in one operator, float32 or lower. The first search with a model, or after its
-            parameters have changed, rounds them.
+        int8: round the weights of matrix products, and the rows that they multiply, to 8 bits. The
+            search must run in one operator, and not in float64. Weights are rounded at a model's
+            first search, and again when they have changed.
 
     Returns:
         A :class:`SearchOutput`.
