@@ -199,6 +199,27 @@ def test_attention_with_a_history(beam, dtype, kind, backend):
     assert len({len(row) for row in rows}) > 2
 
 
+@pytest.mark.parametrize("seed", [0, 1])  # the columns of the mask side by side, or not
+def test_masked_keys_need_no_coverage(seed, backend):
+    served(backend)
+    case = Case("gru", None, "tanh", B=9, T=6, terms=("mask",), dtype=torch.float64, seed=seed)
+    rows = judge("attend_first", case, backend, V=6, beam=4, n_best=4, coverage_penalty=0.5)
+    assert len(set(rows)) > 5
+
+
+@pytest.mark.parametrize("draws", [(), ("numbers",)])
+def test_a_prefix_of_no_word_of_the_vocabulary_cannot_go_on(draws, backend):
+    served(backend)
+    case = Case("gru", None, "tanh", B=3, T=6, terms=draws, dtype=torch.float64)
+    args = call("attend_first", case, V=64, beam=2, n_best=2)  # whole panels
+    prefix = torch.tensor([[5, 64], [2**40, -1], [6, 7]])
+    args = args._replace(limits=torch.full((3,), 6), prefix=prefix)
+    found, wanted = SEARCH(backend, args), reference_search.search(args)
+    assert found.lengths[:2, 0].tolist() == [1, 0] and (found.scores[:2] == -math.inf).all()
+    for x, y in zip(found, wanted):
+        torch.testing.assert_close(x, y)
+
+
 @pytest.mark.parametrize("how", DRAWS)
 @pytest.mark.parametrize("beam", [1, 3])
 def test_draws(beam, how, backend):
