@@ -115,9 +115,9 @@ class Forwards {
   Forwards(const RecurrentForward& a, const LayerPlan& plan, Member& member, const Packed<C>& packed,
            void* own, void* rounded = nullptr)
       : a(a), plan(plan), member(member), packed(packed), masked{}, lifted(nullptr), dropped_query(nullptr),
-        dropped_feed(nullptr), dropped_joined(nullptr), features(a.attention.features), own(static_cast<char*>(own)),
-        rounded(static_cast<char*>(rounded)), gates(gates_of(a.cell)), units(panels<C>(a.H)),
-        sums(saved_of(a.cell) ? a.gates : a.states) {}
+        dropped_feed(nullptr), dropped_joined(nullptr), features(a.attention.features),
+        own(static_cast<char*>(own)), rounded(static_cast<char*>(rounded)), gates(gates_of(a.cell)),
+        units(panels<C>(a.H)), sums(saved_of(a.cell) ? a.gates : a.states) {}
 
   void run() {
     if (!a.packed) packed.pack(a, member);
