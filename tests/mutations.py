@@ -526,7 +526,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
             ("before >= top_p *", "before > 1.1 * top_p *"),
             ("probs[:, top_k:] = 0", "probs[:, top_k + 1 :] = 0"),
         ],
-        "sample": [("log_probs / temperature", "log_probs * temperature")],
+        "sample": [("log_probs.double() / temperature", "log_probs * temperature")],
     },
     ("attnfast/decoding/_constraints.py", "tests/test_decoding.py"): {
         "Constraints.log_probs": [

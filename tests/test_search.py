@@ -61,6 +61,7 @@ DRAWS = {
     "sharp": {"temperature": 0.4},
     "of the first": {"top_k": 4, "temperature": 1.7},
     "of the likely": {"top_p": 0.6},
+    "of more than all": {"top_k": 2000},
     "of both": {"top_k": 9, "top_p": 0.8, "temperature": 0.9},
 }
 
@@ -368,6 +369,20 @@ def test_of_equal_words_the_first_are_drawn_from(how, backend):
     assert got.words[got.words > 0].max() < 3 + most
 
 
+def test_draws_at_extremes(backend):
+    served(backend)
+    args = call("attend_first", Case("gru", None, B=4, T=5, terms=("numbers",)), V=64)
+    best = SEARCH(backend, args._replace(numbers=None))
+    for how in ({"temperature": 1e-45}, {"top_k": 1}, {"top_p": 1e-9}):
+        found = SEARCH(backend, args._replace(**how))
+        assert found.words.equal(best.words)
+    wide = SEARCH(backend, args._replace(temperature=1e308))
+    assert wide.scores.isfinite()[args.limits > 0].all()
+    last = torch.zeros(64).index_fill_(0, torch.tensor([63]), 1e3)  # of whole panels
+    found = SEARCH(backend, args._replace(bias_vocab=last, top_k=1, limits=torch.full((4,), 3)))
+    assert found.words[..., :2].eq(63).all()
+
+
 @pytest.mark.parametrize("beam", [1, 4])
 def test_a_sentence_without_scores_ends_alone(beam, backend):
     served(backend)
@@ -612,30 +627,50 @@ def test_other_models_search_step_by_step(monkeypatch):
     assert len(seen) > 2
 
 
-def test_packed_parameters_are_kept_until_they_change(monkeypatch):
+def test_packed_parameters_are_shared_in_a_block_until_they_change(monkeypatch):
     served("cpu")
     made, *sources = model_and_sources("bahdanau", False)
     made.float()
     calls = spied(monkeypatch)
     first = beam_search(made, *sources)
-    for options, same in (({}, True), ({"int8": True}, False), ({"int8": True}, True), ({}, False)):
-        again = beam_search(made, *sources, **options)
-        assert (calls[-1].packed is calls[-2].packed) is same
-        if not options:
-            torch.testing.assert_close(again, first)
-    with torch.no_grad():
-        made.embedding.weight.mul_(-1)
-    changed = beam_search(made, *sources)
-    assert calls[-1].packed is not calls[-2].packed
-    assert not changed.scores.equal(first.scores)
-    monkeypatch.setattr(search, "_run_operator", lambda *_, **__: None)
-    torch.testing.assert_close(changed.scores, beam_search(made, *sources).scores)
-    monkeypatch.undo()
-    kept = made.decoder.readout.weight.data.clone()
-    for x in (kept + 1, kept):  # another tensor, then one of the old values
-        made.decoder.readout.weight.data = x
+    assert calls[-1].packed is None
+    with search.sharing_packed_parameters(made), search.sharing_packed_parameters(made):
+        beam_search(made, *sources)
+        for options, same in (
+            ({}, True),
+            ({"int8": True}, False),
+            ({"int8": True}, True),
+            ({}, False),
+        ):
+            again = beam_search(made, *sources, **options)
+            assert (calls[-1].packed is calls[-2].packed) is same
+            if not options:
+                torch.testing.assert_close(again, first)
+        with torch.no_grad():
+            made.embedding.weight.mul_(-1)
+        changed = beam_search(made, *sources)
+        assert calls[-1].packed is not calls[-2].packed
+        assert not changed.scores.equal(first.scores)
+        kept = made.decoder.readout.weight.data.clone()
+        for x in (kept + 1, kept):  # another tensor, then one of the old values
+            made.decoder.readout.weight.data = x
+            found = beam_search(made, *sources)
+        torch.testing.assert_close(changed, found)
+    made.embedding.weight.data.mul_(-1)  # which no version shows
+    torch.testing.assert_close(beam_search(made, *sources), first)
+
+
+def test_a_fused_optimizer_changes_the_next_search():
+    """It changes parameters, but not their versions."""
+    made, *sources = model_and_sources("bahdanau", False)
+    optimizer = torch.optim.AdamW(made.float().parameters(), lr=0.5, fused=True)
+    for _ in range(2):
         found = beam_search(made, *sources)
-    torch.testing.assert_close(changed, found)
+        with mock.patch.object(search, "_run_operator", return_value=None):
+            torch.testing.assert_close(found.scores, beam_search(made, *sources).scores)
+        for x in made.parameters():
+            x.grad = torch.randn_like(x)
+        optimizer.step()
 
 
 def test_int8_needs_the_operator():

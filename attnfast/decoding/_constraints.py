@@ -176,6 +176,8 @@ def make_constraints(
     B = len(lengths)
     for name, count in (("min_length", min_length), ("no_repeat_ngram", no_repeat_ngram)):
         check_count(name, count, 0)
+    if min_length >= MAX_INT32:
+        raise InputError(argument_message("min_length", f"below {MAX_INT32}", min_length))
     for name, word in (("start", start), ("end", end)):
         check_count(name, word, 0)
     listed = isinstance(forbidden, Sequence) and not isinstance(forbidden, str)
@@ -185,6 +187,8 @@ def make_constraints(
         raise InputError(argument_message("forbidden", f"without the end, {end}", list(forbidden)))
     if max_length is not None:
         check_count("max_length", max_length)
+        if max_length >= MAX_INT32:
+            raise InputError(argument_message("max_length", f"below {MAX_INT32}", max_length))
         if max_length < min_length:
             expected = f"at least min_length, {min_length}"
             raise InputError(argument_message("max_length", expected, max_length))

@@ -7,7 +7,8 @@ The loops here run every search; greedy and beam searches run as one operator wh
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -166,8 +167,7 @@ def beam_search(
         scorer_weight: λ, from 0 to 1: its share. With 1 the model's own scores are ignored.
         need_weights: return the attention weights too.
         int8: round the weights of matrix products, and the rows that they multiply, to 8 bits. The
-            search must run in one operator, and not in float64. Weights are rounded at a model's
-            first search, and again when they have changed.
+            search must run in one operator, and not in float64.
 
     Returns:
         A :class:`SearchOutput`.
@@ -323,7 +323,7 @@ def sample(
         return done
 
     def choose(log_probs: Tensor, t: int) -> Tensor:
-        return draw_words(log_probs / temperature, numbers[:, t], top_k, top_p)
+        return draw_words(log_probs.double() / temperature, numbers[:, t], top_k, top_p)
 
     return _choose_each(Hypotheses(search, samples), choose, samples)
 
@@ -355,13 +355,13 @@ def _begin(
         isinstance(scorer, type) or not callable(getattr(scorer, "score", None))
     ):
         raise_type_error("scorer", "an object with score(...), or None", describe(scorer))
-    need_weights = check_flag("need_weights", need_weights)
+    need_weights, int8 = check_flag("need_weights", need_weights), check_flag("int8", int8)
     constraints = make_constraints(model, lengths, **options)
     limits = constraints.limits.tolist()
     memory, state = model.encode(source, lengths)
     return Search(
         model, memory, state, constraints.on(source.device), limits,
-        scorer if scorer_weight else None, scorer_weight, need_weights, check_flag("int8", int8),
+        scorer if scorer_weight else None, scorer_weight, need_weights, int8,
     )  # fmt: skip
 
 
@@ -411,17 +411,35 @@ def _run_operator(name: str, search: Search, **options: Any) -> SearchOutput | N
     )  # fmt: skip
 
 
-#: The packed parameters of each model's last search.
-_PACKED: WeakKeyDictionary[Any, Packed] = WeakKeyDictionary()
+#: The packed parameters of models whose searches share them, None before the first.
+_PACKED: WeakKeyDictionary[Any, Packed | None] = WeakKeyDictionary()
+
+
+@contextmanager
+def sharing_packed_parameters(model: Any) -> Iterator[None]:
+    """Let the searches of this block share a model's packed parameters, which must not change.
+
+    Outside of such a block every search packs them: not every change is visible, such as one by a
+    fused optimizer.
+    """
+    if model in _PACKED:
+        yield
+        return
+    _PACKED[model] = None
+    try:
+        yield
+    finally:
+        _PACKED.pop(model, None)
 
 
 def _pack(model: Any, call: SearchInputs, backend: str, int8: bool) -> SearchInputs:
-    """Return the call in float32 or float64, with its packed parameters."""
-    feed_size = call.weight_ih.shape[1] - call.embedding.shape[1]
-    packed = pack_parameters(call, feed_size, backend, _PACKED.get(model), int8)
-    if packed is not None:
-        _PACKED[model] = packed
-        call = call._replace(packed=packed.tensor)
+    """Return the call in float32 or float64, with packed parameters if searches share them."""
+    if model in _PACKED:
+        feed_size = call.weight_ih.shape[1] - call.embedding.shape[1]
+        packed = pack_parameters(call, feed_size, backend, _PACKED.get(model), int8)
+        if packed is not None:
+            _PACKED[model] = packed
+            call = call._replace(packed=packed.tensor)
     return upcast_halves(call._replace(int8=int8))
 
 

@@ -219,18 +219,20 @@ def _translate_stream(
     to_text: Callable[[str, Translation], str],
 ) -> None:
     """Translate the lines of the standard input as they come, and write them at once."""
+    from attnfast.decoding.search import sharing_packed_parameters
     from attnfast.translate.data import stream_lines
     from attnfast.translate.evaluate import translate as translate_lines
 
     name, done = "standard input", 0
     try:
-        for lines in stream_lines(_read_input, name, options.batch_size):
-            found = translate_lines(
-                model, tokenizer, lines, options, name=name, first=done + 1, warn=log
-            )
-            sys.stdout.buffer.write("".join(map(to_text, lines, found)).encode())
-            sys.stdout.buffer.flush()
-            done += len(lines)
+        with sharing_packed_parameters(model):
+            for lines in stream_lines(_read_input, name, options.batch_size):
+                found = translate_lines(
+                    model, tokenizer, lines, options, name=name, first=done + 1, warn=log
+                )
+                sys.stdout.buffer.write("".join(map(to_text, lines, found)).encode())
+                sys.stdout.buffer.flush()
+                done += len(lines)
     except Interrupted as stop:
         text = f"interrupted; the translations of {done} lines are written"
         raise Interrupted(stop.number, text) from None

@@ -19,6 +19,7 @@ from attnfast._utils.checks import (
 from attnfast._utils.settings import check_settings, setting, with_settings
 from attnfast.decoding import SearchOutput, beam_search, sample
 from attnfast.decoding._constraints import search_limits
+from attnfast.decoding.search import sharing_packed_parameters
 from attnfast.models import BOS, PAD, UNK, FixedContext, Seq2Seq
 from attnfast.ops.arguments import length_mask
 from attnfast.translate.data import Tokenizer, pad_sources
@@ -198,27 +199,28 @@ def translate(
     training = model.training
     model.eval()
     try:
-        for chosen in _batches([len(x.ids) for x in every], options.batch_size):
-            batch = [every[i] for i in chosen]
-            try:
-                found = _search(model, tokenizer, batch, options)
-            except (RuntimeError, MemoryError) as error:
-                if not out_of_memory(error):
-                    raise
-                width = "n_best" if options.sample else "beam"
-                raise InputError(
-                    f"{title} {batch[-1].number}: too little memory to translate "
-                    f"{len(batch[-1].ids)} tokens with a {width} of {getattr(options, width)}: "
-                    f"shorter lines or a smaller {width} may fit"
-                ) from error
-            for i, translation in zip(chosen, found):
-                translations[i] = translation
-                if translation.is_limited:
-                    warn(
-                        f"{title} {first + i}: its translation reached the limit of "
-                        f"{len(translation.hypotheses[0].tokens)} tokens and may lack its end"
-                    )
-            progress(len(chosen))
+        with sharing_packed_parameters(model):
+            for chosen in _batches([len(x.ids) for x in every], options.batch_size):
+                batch = [every[i] for i in chosen]
+                try:
+                    found = _search(model, tokenizer, batch, options)
+                except (RuntimeError, MemoryError) as error:
+                    if not out_of_memory(error):
+                        raise
+                    width = "n_best" if options.sample else "beam"
+                    raise InputError(
+                        f"{title} {batch[-1].number}: too little memory to translate "
+                        f"{len(batch[-1].ids)} tokens with a {width} of {getattr(options, width)}: "
+                        f"shorter lines or a smaller {width} may fit"
+                    ) from error
+                for i, translation in zip(chosen, found):
+                    translations[i] = translation
+                    if translation.is_limited:
+                        warn(
+                            f"{title} {first + i}: its translation reached the limit of "
+                            f"{len(translation.hypotheses[0].tokens)} tokens and may lack its end"
+                        )
+                progress(len(chosen))
     finally:
         model.train(training)
     return translations
