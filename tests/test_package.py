@@ -158,7 +158,8 @@ def test_every_instruction_set(isa, tmp_path):
     The best that this processor has is what all other tests run. Emulation is slow: no fuzz there.
 
     The portable one has no fused multiply-adds on x86, nor then has the eager code to compare with.
-    Only the table and products of integers there: on one row with scores of ±100 the last bit of the largest decides.
+    Only the table and products of integers there: on one row with scores of ±100 the last bit of
+    the largest decides.
     """
     selection, env = "cpu and not compile and not export and not opcheck", {"ATTNFAST_CPU_ISA": isa}
     has = instruction_sets()
@@ -172,10 +173,10 @@ def test_every_instruction_set(isa, tmp_path):
     if isa == "portable":
         selection = "(test_table or test_factored or test_int8) and cpu"
         env |= {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE"}
-    tests = ROOT / "tests"
+    tests, names = ROOT / "tests", ("attention", "memory", "coverage", "copying", "search")
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", selection,
-         *(tests / f"test_{name}.py" for name in ("attention", "memory", "coverage", "copying", "search"))],
+         *(tests / f"test_{name}.py" for name in names)],
         cwd=tests,
         env={**os.environ, **env},
         capture_output=True,
