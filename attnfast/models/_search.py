@@ -1,4 +1,4 @@
-"""Whether a model's search is one operator."""
+"""The choice of an operator for the search of a model."""
 
 from __future__ import annotations
 
