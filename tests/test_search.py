@@ -1,4 +1,4 @@
-"""Greedy search in one operator: its oracle, and the models whose search it is."""
+"""Searches in one operator: its oracle, and the models that search with it."""
 
 import math
 import random
@@ -159,7 +159,7 @@ def test_beams(kind, beam, backend):
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("beam", [1, 2, 4])
 def test_rules(beam, rule, backend):
-    """Words that are masked, forced or would repeat, and what a search returns beside words."""
+    """Constraints on words, attention weights and the coverage penalty."""
     served(backend)
     rows, kinds = [], iter(KINDS * 2)
     for V, terms in ((50, ()), (9, ("words",)), (40, ("prefix", "words")), (6, ("mask", "prefix"))):

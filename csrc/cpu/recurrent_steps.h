@@ -95,7 +95,7 @@ int64_t blocks(const Layer& a, const LayerPlan& plan, int64_t panels) {
   return a.B ? panels * parts(a.B, plan.rows) : 0;
 }
 
-// Return step t of the rows of a view as a left factor.
+// Return rows as a left factor.
 template <class C>
 Factor<C> factor(const Sources<C>& rows, int64_t depth) {
   return {rows.data, rows.stride, depth};

@@ -58,8 +58,8 @@ struct SearchRoom {
   int64_t* words;        // [B, K, most]: scratch
   int64_t* repeated;     // [B, K, most]: the words that would repeat an n-gram
   int64_t* repetitions;  // [B, K]: their number
-  // Of attention with a history: the coverage of the rows of even and odd steps, and the weights or
-  // log-weights before.
+  // For attention with a history: each row's coverage, at even and at odd steps, and its weights or
+  // log-weights of the step before.
   C *history, *previous;
   C *inverse_fertility, *transition_prob;  // compacted
   void* features;

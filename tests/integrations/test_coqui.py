@@ -25,7 +25,7 @@ SINGLE = (torch.float32,)  # the project's own first weights are float32
 
 
 def make(location=True, windowing=False, norm="softmax", forward=False, agent=False, mask=False):
-    # Of 0, two weights are so near that it depends on the processor around which the mask lies.
+    # With seed 0 two weights are nearly equal, and rounding decides which of them the mask follows.
     torch.manual_seed(int(mask))
     shape = {"attention_location_n_filters": 3, "attention_location_kernel_size": 5}
     return coqui.OriginalAttention(
