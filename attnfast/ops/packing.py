@@ -18,7 +18,7 @@ PACKED = (
 
 
 class Packed(NamedTuple):
-    """Parameters packed by a backend, and what shows later changes."""
+    """Parameters packed by a backend, and what shows most later changes."""
 
     tensor: Tensor
     made_of: tuple[Any, ...]
