@@ -18,14 +18,21 @@ constexpr int64_t kBytePanel = 2 * Vector<float>::width;  // columns
 
 int64_t quads(int64_t depth) { return (depth + 3) / 4; }
 
-// Round n elements, at most a vector, to bytes; those beyond are 0.
-void round_vector(Vec<float> x, float inverse, int8_t* out) {
-  typedef int8_t Bytes __attribute__((vector_size(kVectorBytes / 4)));
+// Round a vector to bytes and return them as integers.
+Ints round_vector(Vec<float> x, float inverse, int8_t* out) {
   const Vec<float> shifted = x * inverse + 12582912.f;  // the integer in the low bits
   Ints bits;
   __builtin_memcpy(&bits, &shifted, sizeof bits);
-  const Bytes bytes = __builtin_convertvector(bits, Bytes);
-  __builtin_memcpy(out, &bytes, sizeof bytes);
+#if defined(__AVX512F__)
+  _mm_storeu_si128((__m128i*)out, _mm512_cvtepi32_epi8((__m512i)bits));
+#elif defined(__AVX2__)
+  const __m256i low = _mm256_set1_epi32(0x0c080400), fours = _mm256_shuffle_epi8((__m256i)bits, low);
+  _mm_storel_epi64((__m128i*)out,
+                   _mm_unpacklo_epi32(_mm256_castsi256_si128(fours), _mm256_extracti128_si256(fours, 1)));
+#else
+  for (int i = 0; i < Vector<float>::width; ++i) out[i] = (int8_t)bits[i];
+#endif
+  return bits << 24 >> 24;
 }
 
 // Return the scale of n elements.
@@ -46,22 +53,24 @@ float inverse_of(float scale) { return scale > 1e-30f ? 1.f / scale : 0.f; }
 void pack_bytes(const float* weight, int64_t stride, int64_t n, int64_t depth, float* out) {
   constexpr int64_t P = kBytePanel, kPart = 512;
   auto* const offsets = reinterpret_cast<int32_t*>(out + P);
-  auto* const panel = reinterpret_cast<int32_t*>(out + 2 * P);
+  float inverses[P];
   for (int64_t i = 0; i < P; ++i) {
-    const float* const x = weight + i * stride;
-    const float scale = i < n ? scale_of(x, depth) : 0.f, inverse = inverse_of(scale);
-    int32_t sum = 0;
-    for (int64_t k = 0; k < depth; k += kPart) {
-      alignas(64) int8_t bytes[kPart];
-      const int64_t part = min(kPart, depth - k);
+    out[i] = i < n ? scale_of(weight + i * stride, depth) : 0.f;
+    inverses[i] = inverse_of(out[i]);
+    offsets[i] = 0;
+  }
+  for (int64_t k = 0; k < depth; k += kPart) {
+    alignas(64) float rounded[P * kPart / 4];  // four bytes each
+    const int64_t part = min(kPart, depth - k);
+    for (int64_t i = 0; i < n; ++i) {
+      auto* const bytes = reinterpret_cast<int8_t*>(rounded + i * kPart / 4);
+      const float* const x = weight + i * stride + k;
+      Ints sums = {};
       for (int64_t j = 0; j < part; j += Vector<float>::width)
-        round_vector(i < n ? load_part(x + k + j, part - j, 0.f) : Vec<float>{}, inverse, bytes + j);
-      for (int64_t j = 0; j < part; ++j) sum += bytes[j];
-      for (int64_t j = 0; j < quads(part); ++j)
-        __builtin_memcpy(panel + (k / 4 + j) * P + i, bytes + 4 * j, 4);
+        sums += round_vector(load_part(x + j, part - j, 0.f), inverses[i], bytes + j);
+      for (int lane = 0; lane < Vector<float>::width; ++lane) offsets[i] -= 128 * sums[lane];
     }
-    out[i] = scale;
-    offsets[i] = -128 * sum;
+    pack_rows(rounded, kPart / 4, n, quads(part), out + (2 + k / 4) * P);
   }
 }
 

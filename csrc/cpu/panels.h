@@ -9,8 +9,6 @@ namespace attnfast {
 namespace VARIANT {
 namespace {
 
-template <class C>
-constexpr int64_t kPanel = 2 * Vector<C>::width;           // columns
 constexpr int64_t kDepth = 512;                            // of a panel, for all rows at a time
 constexpr int64_t kProductRows = 64, kProductDepth = 512;  // of a large product's left side
 
@@ -51,15 +49,6 @@ Panels<C> take_panels(Scratch<C>& room, int64_t depth, int64_t count, Stored sto
   Panels<C> x = {nullptr, depth, count, stored};
   x.data = room.take(x.size() * count);
   return x;
-}
-
-// Pack columns [first, first + n) of a panel: the rows of a weight as they are stored in memory.
-template <class C>
-void pack_rows(const C* weight, int64_t stride, int64_t n, int64_t depth, C* out) {
-  const int64_t whole = depth / 8 * 8;  // `transpose` takes multiples of 8
-  transpose(weight, stride, n, whole, out, kPanel<C>);
-  for (int64_t k = whole; k < depth; ++k)
-    for (int64_t i = 0; i < kPanel<C>; ++i) out[k * kPanel<C> + i] = i < n ? weight[i * stride + k] : C{};
 }
 
 // Compute out[r] += a[r] . panel; rows have kPanel elements.

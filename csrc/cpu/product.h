@@ -228,6 +228,18 @@ void transpose(const C* rows, int64_t stride, int64_t n, int64_t columns, C* out
   }
 }
 
+template <class C>
+constexpr int64_t kPanel = 2 * Vector<C>::width;  // columns
+
+// Pack columns [first, first + n) of a panel: the rows of a weight as they are stored in memory.
+template <class C>
+void pack_rows(const C* weight, int64_t stride, int64_t n, int64_t depth, C* out) {
+  const int64_t whole = depth / 8 * 8;  // `transpose` takes multiples of 8
+  transpose(weight, stride, n, whole, out, kPanel<C>);
+  for (int64_t k = whole; k < depth; ++k)
+    for (int64_t i = 0; i < kPanel<C>; ++i) out[k * kPanel<C> + i] = i < n ? weight[i * stride + k] : C{};
+}
+
 // Compute out[r] = scale * sum_k p[r, k] v[k] for columns [0, width) of v. Scratch: see
 // gemm_small_scratch.
 template <class T, class C, class O>
