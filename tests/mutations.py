@@ -198,10 +198,8 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         "check_history": [("or filters.shape[-1] % 2 == 0:", ":")],
     },
     ("attnfast/ops/copying.py", MESSAGES.format("copy")): {
-        "check": [
-            ("if not 0 <= word < V + num_oov:", "if not 0 <= word <= V + num_oov:"),
-            ("or not 0 <= num_oov < 2**31", "or not -1 <= num_oov < 2**31"),
-        ],
+        "check": [("or not 0 <= num_oov < 2**31", "or not -1 <= num_oov < 2**31")],
+        "check_words": [("if not 0 <= word < count:", "if not 0 <= word <= count:")],
     },
     ("attnfast/ops/reference.py", "tests/test_copying.py -k 'not triton and not fuzz'"): {
         "copy_distribution": [("masked_fill(never, LOWEST)", "masked_fill(never, -math.inf)")],
@@ -548,7 +546,8 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
     },
     ("attnfast/decoding/_constraints.py", "tests/test_models.py -k 'possible or said'"): {
         "Constraints.log_probs": [
-            ("(logits == LOWEST) & ~is_end", "logits == LOWEST"),
+            ("logits.masked_fill(logits == LOWEST, -math.inf)", "logits.clone()"),
+            (".masked_fill(none, -math.inf)", ""),
         ],
     },
     ("attnfast/decoding/_hypotheses.py", "tests/test_decoding.py"): {
@@ -565,6 +564,8 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         "Seq2Seq._search_inputs": [
             ("begin=constraints.start,", "begin=constraints.end,"),
             ("embedding_scale=words.embedding_dim**0.5,", ""),
+            ("words.num_embeddings + source.num_oov", "words.num_embeddings"),
+            ('"unknown": UNK,', ""),
         ],
     },
     ("attnfast/decoding/_constraints.py", "tests/test_models.py -k 'limit'"): {
@@ -1654,18 +1655,37 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
             ("first + i != a.end && best.takes", "best.takes"),
             ("&& !repeats(r, first + i)", ""),
         ],
-        "mask_words": [
+        "bias_of": [("a.word_mask.batch ? s : 0", "0")],
+        "put_bias": [
             ("word < a.V && (!may_come || may_come[word])", "word < a.V"),
             ("comes ? bias : -(C)__builtin_inf()", "bias"),
+            ("biased && a.bias_vocab.data", "a.bias_vocab.data"),
         ],
-        "add_bias": [
-            ("a.word_mask.batch ? sentence_of(block.b + r) : 0", "0"),
-            ("bias == never ? never :", ""),
+        "add_bias": [("bias == never ? never :", "")],
+        "embed": [
+            ("word < a.V ? word : a.unknown", "word < a.V ? word : 0"),
+            ("* (C)a.embedding_scale", ""),
+        ],
+        "keep_source": [("words[at] < (panel + 1) * P", "words[at] < panel * P + 1")],
+        "is_source": [("a.source_words[s * a.step.Tk + at] == word", "true")],
+        "normalise": [
+            ("if (index[j] >= 0)", "if (index[j] > 0)"),
+            ("if (every.slight && sum == never) return -never;", ""),
+            ("word.slight && own_logit == never ? never :", ""),
+            ("word.log_p - every.log_p", "word.log_p"),
+            ("gate.log_p - all", "gate.log_p - sum"),
+            ("a.bias_pointer.data ?", "false ?"),
+            ("row<C>(attention.weights, i, r - i * K)", "row<C>(attention.weights, i, 0)"),
+        ],
+        "score_of": [
+            ("if (copies()) {", "if (false) {"),
+            ("word < a.V ? (C)(logit + shift)", "true ? (C)(logit + shift)"),
         ],
         "forced": [("t < a.prefix_length ?", "t < 0 ?")],
         "score": [
-            ("x[r * P + a.end % P]", "x[r * P]"),
-            ("x[r * P + word % P]", "x[r * P]"),
+            ("logits[a.end % P]", "logits[0]"),
+            ("logits[word % P]", "logits[0]"),
+            ("all_lanes[r].mass()", "lanes[r].mass()"),
             ("if (best[r].n < K) best[r].at[best[r].n].word = -1;", ""),
         ],
         "keep_weights": [
@@ -1679,19 +1699,23 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
             ("continue;", ""),
         ],
         "draw": [
-            ("if (mass.sum != mass.sum) return", "if (false) return"),
+            ("if (shift != shift) return", "if (false) return"),
             ("t ? links[k - K]", "t ? links[k]"),
             ("all_ended = false;", ""),
         ],
         "draw_row": [
             ("if (t + 1 >= a.limits[s]) return", "if (false) return"),
-            ("if (!may_end) logits[a.end] = never;", ""),
+            ("if (!may_end) scores[a.end] = never;", ""),
             ("a.numbers[at * a.most + t]", "a.numbers[at * a.most]"),
-            ("logits[room.repeated[at * a.most + i]] = never;", ""),
+            ("scores[room.repeated[at * a.most + i]] = never;", ""),
+            ("c < room.padded_words() ? load(scores + c) + (C)shift : splat(never)",
+             "load(scores + c) + (C)shift"),
         ],
         "choose": [
             ("t + 1 >= a.limits[s]", "t >= a.limits[s]"),
-            ("if (mass.sum != mass.sum) return", "if (false) return"),
+            ("if (shift != shift) return", "if (false) return"),
+            ("if (word != a.end && !repeats(r, word))", ""),
+            ("if (copies() && is_source(s, find_source(s, word), word)) continue;", ""),
             ("(word == a.end ? (C)0 : (C)a.length_bonus)", "(C)a.length_bonus"),
             ("if (t >= a.min_length) add(", "add("),
             ("if (next >= 0) {", "if (false) {"),
@@ -1731,7 +1755,6 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
             ("put(step.attention.previous, room.previous, step.Tk);", ""),
             ("k && !a.numbers ?", "k ?"),
         ],
-        "embed": [("* (C)a.embedding_scale", "")],
         "leave_out": [
             ("if (item == 0) keep(", "if (item == 9) keep("),
             ("if (item == 3) keep(", "if (item == 9) keep("),
@@ -1757,9 +1780,9 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
             ("/ 127.f", "/ 100.f"),
         ],
         "pack_bytes": [
-            ("-128 * sum", "-127 * sum"),
-            ("panel + (k / 4 + j) * P + i", "panel + j * P + i"),
-            ("i < n ? scale_of(x, depth) : 0.f", "scale_of(x, min(depth, 64))"),
+            ("-= 128 * sums[lane]", "-= 127 * sums[lane]"),
+            ("(2 + k / 4) * P", "2 * P"),
+            ("+ i * stride, depth) : 0.f", "+ i * stride, min(depth, 64)) : 0.f"),
         ],
         "round_row": [("bytes[i] ^= 0x80;", "bytes[i] ^= 0x40;")],
         "multiply_bytes": [("tile(a, first + r, depth", "tile(a, r, depth")],
@@ -1770,7 +1793,15 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
             ("if (given.word_mask && given.word_mask->size(0) == 1) a.word_mask.batch = 0;", ""),
             ('kernels().packed(step, a), "packed");', '64, "packed");'),
         ],
-        "SearchChecker": [('given.n_best == given.beam, "n_best"', 'true, "n_best"')],
+        "SearchChecker": [
+            ('given.n_best == given.beam, "n_best"', 'true, "n_best"'),
+            ('check(!given.bias_pointer || given.weight_pointer, "bias_pointer");', ""),
+        ],
+        "put_source": [
+            ("fit.check(std::all_of(all, all + a.B * Tk, possible)", "fit.check((true)"),
+            ("b * a.word_mask.batch;", "0;"),
+            ("last = std::unique(first, last);", ""),
+        ],
     },
     ("csrc/cpu/narrow.h", "tests/test_recurrent.py tests/test_search.py -k 'narrow or bfloat16'"): {
         "pack_rows": [

@@ -67,7 +67,13 @@ DRAWS = {
 
 
 def call(
-    kind: str, case: Case, V: int = 50, R: int = 7, device: torch.device = CPU, **options: float
+    kind: str,
+    case: Case,
+    V: int = 50,
+    R: int = 7,
+    device: torch.device = CPU,
+    sharp: float = 1.0,
+    **options: float,
 ) -> SearchInputs:
     """Return a call; ``case`` has the layer's part, with T the most words."""
     unfed = kind == "nothing fed"
@@ -97,12 +103,22 @@ def call(
         args["mask"] = args["mask"][:, :1].repeat_interleave(apart, -1)[..., ::apart]
     args["bias_vocab"] = floats(V) if "biases" in case.terms else None
     limits = torch.randint(0, case.T + 1, (case.B,), generator=g).to(device)
-    word_mask = (torch.arange(V) >= 3).unsqueeze(0)
+    words = V
+    if "copying" in case.terms:
+        words = V + case.seed % 3 * (V // 2)
+        source = torch.randint(0, words, (case.B, case.Tk), generator=g)
+        source[:, case.Tk // 2 :] = source[:, : case.Tk - case.Tk // 2].clone()  # each word twice
+        args |= {
+            "weight_pointer": floats(1, R, scale=sharp), "source": source.to(device),
+            "num_oov": words - V,
+            "bias_pointer": floats(1) if "biases" in case.terms else None, "unknown": 1,
+        }  # fmt: skip
+    word_mask = (torch.arange(words) >= 3).unsqueeze(0)
     if "words" in case.terms:  # masks of each sentence
-        word_mask = torch.rand(case.B, V, generator=g) < 0.8
+        word_mask = torch.rand(case.B, words, generator=g) < 0.8
         word_mask[:, 3] |= torch.rand(case.B, generator=g) < 0.7
     if "prefix" in case.terms:
-        args["prefix"] = torch.randint(4, V + 1, (case.B, 3), generator=g).to(device)
+        args["prefix"] = torch.randint(4, words + 1, (case.B, 3), generator=g).to(device)
         args["prefix"][torch.rand(case.B, 3, generator=g).cumsum(1) > 1] = -1
         args["prefix"][torch.arange(3) + 1 >= limits.cpu()[:, None]] = -1
     if "numbers" in case.terms:
@@ -200,6 +216,25 @@ def test_attention_with_a_history(beam, dtype, kind, backend):
     assert len({len(row) for row in rows}) > 2
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("how", ["greedy", "beam", "draws"])
+def test_copying(how, kind, backend):
+    served(backend)
+    rows, V = [], {"greedy": 50, "beam": 40, "draws": 65}[how]
+    for seed, terms in enumerate(
+        [(), ("lengths", "biases"), ("words", "mask"), ("prefix", "words", "lengths"), ("span",)]
+    ):
+        terms = ("copying", *terms, *(("numbers",) if how == "draws" else ()))
+        options = {"beam": 1 if how == "greedy" else 4}
+        options |= {"n_best": options["beam"], "no_repeat_ngram": seed % 3}
+        options |= DRAWS["of both"] if how == "draws" and seed % 2 else {}
+        case = Case("gru", None, "tanh", B=9, T=8, terms=terms, dtype=torch.float64, seed=seed)
+        for sharp in (1.0, 30.0):  # gates that are nearly 0 and 1
+            rows += judge(kind, case, backend, V=V, sharp=sharp, **options)
+    assert len(set(rows)) > 20
+    assert sum(word >= V for row in rows for word in row) > 10
+
+
 @pytest.mark.parametrize("seed", [0, 1])  # the columns of the mask side by side, or not
 def test_masked_keys_need_no_coverage(seed, backend):
     served(backend)
@@ -243,7 +278,7 @@ def test_fuzz(seed, backend):
     draw = random.Random(seed)
     for _ in range(16):
         size = lambda *most: draw.randint(1, draw.choice(most))  # noqa: E731
-        terms = tuple(x for x in (*STACKED, "words", "prefix") if draw.random() < 0.5)
+        terms = tuple(x for x in (*STACKED, "words", "prefix", "copying") if draw.random() < 0.5)
         case = Case(
             draw.choice(("gru", "lstm", "tanh")), None,
             draw.choice(("dot", "tanh", "relu", "leaky_relu")),
@@ -548,13 +583,15 @@ def judge_model(seed: int) -> None:
     sizes = {name: draw.choice((1, 4, 9, 16, 33, 40)) for name in ("embed_dim", "hidden_dim")}
     V, cell = draw.choice((5, 9, 60, 130, 700)), draw.choice(("gru", "lstm"))
     sizes |= {"window": draw.randint(1, 3), "decoder_layers": draw.choice((1, 1, 2, 3))}
+    sizes["pointer_generator"] = copies = draw.random() < 0.3
     made = build(Config(V, attention, feeding, cell, **sizes))
     made.double().eval()
     with torch.no_grad():
         for x in made.parameters():
             x.mul_(draw.choice((1, 2, 4)))
     B, Tk, beam = draw.randint(1, 6), draw.randint(1, 9), draw.choice((1, 2, 3, 5, 8, 40))
-    source, lengths = torch.randint(4, V, (B, Tk)), torch.randint(1, Tk + 1, (B,))
+    source = torch.randint(4, V + 3 * copies, (B, Tk))
+    lengths = torch.randint(1, Tk + 1, (B,))
     options: dict = {"max_length": draw.choice((None, 3, 7)), "min_length": draw.choice((0, 0, 2))}
     if draw.random() < 0.3:
         options["no_repeat_ngram"] = draw.randint(1, 3)
@@ -562,7 +599,8 @@ def judge_model(seed: int) -> None:
         options["word_mask"] = torch.rand(*draw.choice(((V,), (B, V)))) < 0.8
     if draw.random() < 0.3:
         options["forbidden"] = [0] + draw.sample([1, 2, *range(4, V)], draw.randint(0, 3))
-    words = [x for x in range(V) if x != EOS and x not in options.get("forbidden", (0, 1, 2))]
+    excluded = {EOS, *options.get("forbidden", (0, 1, 2))}
+    words = [x for x in range(int(source.max()) + 1) if x not in excluded]
     if words and draw.random() < 0.3:
         options["prefix"] = [draw.choices(words, k=draw.randint(0, 3)) for _ in range(B)]
     options["need_weights"] = draw.random() < 0.3
@@ -608,7 +646,11 @@ def test_other_models_search_step_by_step(monkeypatch):
     calls = spied(monkeypatch)
     for attention in ("none", "strided"):
         greedy_search(*model_and_sources(attention, False))
-    greedy_search(*model_and_sources("bahdanau", False, pointer_generator=True))
+    made, *sources = model_and_sources("bahdanau", False, pointer_generator=True)
+    made.pointer.backend = "reference"
+    greedy_search(made, *sources)
+    made.pointer.backend, made.pointer.forward = None, made.pointer.forward
+    greedy_search(made, *sources)
     greedy_search(*model_and_sources("bahdanau", False, backend="reference"))
     made, *sources = model_and_sources("bahdanau", False)
     greedy_search(made.train(), *sources)
@@ -681,8 +723,8 @@ def test_int8_needs_the_operator():
     with pytest.raises(InputError, match="but a scorer judges hypotheses"):
         beam_search(made.float(), *sources, int8=True, scorer=scorer)
     made, *sources = model_and_sources("bahdanau", False, pointer_generator=True)
-    with pytest.raises(InputError, match="but the model copies words"):
-        greedy_search(made.float(), *sources, int8=True)
+    with pytest.raises(InputError, match="but the start, 60, is not in the vocabulary of 60 words"):
+        greedy_search(made.float(), *sources, int8=True, start=60)
 
 
 @pytest.mark.parametrize("kind", ["bahdanau", "dot", "location"])

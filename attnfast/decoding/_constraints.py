@@ -99,7 +99,7 @@ class Constraints(NamedTuple):
         V = logits.shape[-1]
         is_end = torch.arange(V, device=logits.device) == self.end
         # Impossible words of a pointer-generator, including the unknown words of other sentences.
-        logits = logits.masked_fill((logits == LOWEST) & ~is_end, -math.inf)
+        logits = logits.masked_fill(logits == LOWEST, -math.inf)
         logits = logits.to(accumulation_dtype(logits.dtype))
         for word in self.forbidden:
             if word < V:  # a list of them would be copied to a GPU
@@ -108,11 +108,8 @@ class Constraints(NamedTuple):
             mask = self._padded_mask(V)
             mask = mask if len(mask) == 1 else mask[sentence]
             logits = logits.masked_fill(~mask, -math.inf)
-        log_probs = logits.log_softmax(-1)
-        if self.word_mask is not None:  # where no word is left
-            log_probs = log_probs.masked_fill(
-                (logits == -math.inf).all(-1, keepdim=True), -math.inf
-            )
+        none = (logits == -math.inf).all(-1, keepdim=True)
+        log_probs = logits.log_softmax(-1).masked_fill(none, -math.inf)
         if other is not None:
             mixed = (1 - share) * log_probs + share * other
             log_probs = mixed.masked_fill(log_probs == -math.inf, -math.inf)

@@ -31,7 +31,7 @@ from attnfast.models.decoders import BahdanauDecoder, LuongDecoder, state_shape,
 from attnfast.nn import CoverageAttention, Memory, PointerGenerator
 from attnfast.nn._fused_rnn import attention_arguments
 from attnfast.nn._layer import RecurrentState
-from attnfast.nn._linear import is_plain, linear
+from attnfast.nn._linear import is_plain, linear, not_plain_reason
 from attnfast.nn.attention import check_sizes
 from attnfast.ops.search import SearchInputs
 
@@ -211,6 +211,12 @@ class Seq2Seq(nn.Module):
         terms, _ = attention_arguments(
             decoder.attention, source.memory, backend, state.history, steps
         )
+        copying: dict[str, Any] = {}
+        if self.pointer is not None:
+            copying = {
+                "weight_pointer": self.pointer.gate.weight, "bias_pointer": self.pointer.gate.bias,
+                "source": source.words.long(), "num_oov": source.num_oov, "unknown": UNK,
+            }  # fmt: skip
         call = SearchInputs(
             words.weight, words.weight, limits.long(), state.hidden,
             layer.weight_ih, layer.weight_hh, state.cell, state.feed,  # type: ignore[arg-type]
@@ -222,8 +228,8 @@ class Seq2Seq(nn.Module):
             weight_ih_upper=layer.weight_ih_upper, mode=layer.mode,
             attends_first=layer.attends_first, begin=constraints.start, end=constraints.end,
             most=most,
-            embedding_scale=words.embedding_dim**0.5, **terms,
-            **constraints.for_operator(words.num_embeddings),
+            embedding_scale=words.embedding_dim**0.5, **terms, **copying,
+            **constraints.for_operator(words.num_embeddings + source.num_oov),
         )  # fmt: skip
         return call, backend, ""
 
@@ -231,16 +237,23 @@ class Seq2Seq(nn.Module):
         self, source: EncodedSource, state: RecurrentState, constraints: Constraints
     ) -> tuple[str | None, str]:
         """Return the backend whose operator can search with this model, or None and the reason."""
-        if self.pointer is not None:
-            return None, "the model copies words"
+        pointer, V = self.pointer, self.embedding.num_embeddings
+        if pointer is not None and not is_plain(pointer, PointerGenerator):
+            return None, not_plain_reason(pointer, PointerGenerator)
+        if pointer is not None and constraints.start >= V:
+            return None, f"the start, {constraints.start}, is not in the vocabulary of {V} words"
         if PAD not in constraints.forbidden or constraints.start == PAD:
             return None, f"a hypothesis may have the padding word, {PAD}"
         decoders = (BahdanauDecoder, LuongDecoder)
         if is_plain(self.decoder, *decoders) and self.decoder.parts()[0].rnn is not None:
             return None, "its cell is no plain module"
-        return select_search_backend(
-            self, Seq2Seq, decoders, (self.decoder.readout,), source.memory, state.history
+        linears = (self.decoder.readout, *(() if pointer is None else (pointer.gate,)))
+        backend, reason = select_search_backend(
+            self, Seq2Seq, decoders, linears, source.memory, state.history
         )
+        if pointer is not None and backend and pointer.backend not in (None, backend):
+            return None, f"its pointer-generator has the backend {pointer.backend!r}"
+        return backend, reason
 
     def decode(
         self,

@@ -100,10 +100,15 @@ def check(call: CopyInputs | CopyBackward) -> None:
         raise_value_error("source", f"int64 or int32 of shape {shape} to fit the weights", got)
     if not isinstance(num_oov, (int, torch.SymInt)) or not 0 <= num_oov < 2**31:
         raise_value_error("num_oov", "an integer, at least 0", describe(num_oov))
-    if is_readable(source) and source.numel():
-        for word in (int(source.min()), int(source.max())):
-            if not 0 <= word < V + num_oov:
-                raise_value_error("source", f"between 0 and {V + num_oov - 1}, a word", word)
+    check_words("source", source, V + num_oov)
+
+
+def check_words(name: str, words: Tensor, count: int) -> None:
+    """Raise ValueError unless all ids, if they can be read, are between 0 and ``count`` − 1."""
+    if is_readable(words) and words.numel():
+        for word in (int(words.min()), int(words.max())):
+            if not 0 <= word < count:
+                raise_value_error(name, f"between 0 and {count - 1}, a word", word)
 
 
 def _check_backward(call: CopyBackward) -> None:

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from attnfast.ops.copying import LOWEST, CopyInputs
 from attnfast.ops.recurrent import RecurrentOutputs
-from attnfast.ops.reference import product, recurrent, widen_weights
+from attnfast.ops.reference import copy_distribution, product, recurrent, widen_weights
 from attnfast.ops.search import (
     LEAST_COVERAGE,
     SearchInputs,
@@ -26,7 +27,7 @@ def search(call: SearchInputs) -> SearchOutputs:
     rows = torch.arange(B).repeat_interleave(K)
     names = (
         "hidden", "cell", "feed", "key", "value", "mask", "lengths", "key_bounds",
-        "inverse_fertility", "transition_prob", "coverage", "previous",
+        "inverse_fertility", "transition_prob", "coverage", "previous", "source",
     )  # fmt: skip
     given = {name: x for name in names if (x := getattr(call, name)) is not None}
     repeated = {
@@ -39,7 +40,8 @@ def search(call: SearchInputs) -> SearchOutputs:
     call = call._replace(**repeated)  # type: ignore[arg-type]
     word = call.limits.new_full((B * K,), call.begin)
     for t in range(call.most):
-        x = call.embedding[word] * call.embedding_scale
+        known = word.masked_fill(word >= len(call.embedding), call.unknown)
+        x = call.embedding[known] * call.embedding_scale
         bounds = None if call.key_bounds is None else call.key_bounds[:, t : t + 1]
         u = None if call.transition_prob is None else call.transition_prob[:, t : t + 1]
         step = call._replace(key_bounds=bounds, transition_prob=u)
@@ -85,6 +87,11 @@ def _next_words(
         output = product(read, call.weight_readout, call.bias_readout, call.int8)
         output = output.tanh()
     logits = product([output], call.weight_vocab, call.bias_vocab, call.int8)  # type: ignore[list-item]
+    if call.source is not None:
+        gate = torch.nn.functional.linear(output, call.weight_pointer, call.bias_pointer)  # type: ignore[arg-type]
+        terms = logits.unsqueeze(1), made.weights, call.source, gate
+        logits = copy_distribution(CopyInputs(*terms, call.num_oov, log=True)).distribution[:, 0]
+        logits = logits.masked_fill(logits == LOWEST, -math.inf)
     if call.word_mask is not None:
         mask = call.word_mask.repeat_interleave(len(logits) // len(call.word_mask), 0)
         logits = logits.masked_fill(~mask, -math.inf)

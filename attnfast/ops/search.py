@@ -5,7 +5,9 @@
     x_t = scale · embedding[y_{t−1}]
     h_t, c_t, f_t   from x_t, as in :mod:`attnfast.ops.recurrent`
     o_t = tanh(W_r [h_t; c_t; x_t] + b_r),  or f_t without a readout
-    log P(y_t) = log softmax(W_v o_t + b_v), of the words in ``word_mask``
+    ℓ_t = W_v o_t + b_v
+    P(y_t) = softmax(ℓ_t), or with copying as in :mod:`attnfast.ops.copying`, of the words in
+             ``word_mask``, over their sum
 
 Of the K hypotheses of a sentence with each word after them, the best 2K by Σ_t log P(y_t) + γ n, of
 n words but the end, are taken at every step. Those of the first K that end are finished, with the
@@ -25,6 +27,7 @@ import torch
 from torch import Tensor
 
 from attnfast._utils.checks import check_exact, check_tensor, raise_value_error
+from attnfast.ops.copying import check_words
 from attnfast.ops.operators import ForwardOperator
 from attnfast.ops.recurrent import (
     GATES,
@@ -46,10 +49,14 @@ class SearchInputs(NamedTuple):
     Sequence b has at most ``limits [B]`` words, int64, the end included, and none has more than
     ``most``. ``begin`` is read first. ``beam``, K, ``n_best``, N, ``length_penalty``,
     ``length_bonus``, γ, ``coverage_penalty``, ``min_length``, ``no_repeat_ngram``, ``temperature``,
-    ``top_k`` and ``top_p`` are those of :mod:`attnfast.decoding`. ``word_mask [1 or B, V]``,
+    ``top_k`` and ``top_p`` are those of :mod:`attnfast.decoding`. ``word_mask [1 or B, V + X]``,
     boolean, is False for words that may not come; their probabilities are 0. ``prefix [B, P]``,
     int64, are the first words, −1 after them, fewer than the limit. ``numbers [B, K, most]``,
     float64 in [0, 1), draw the words, with N = K.
+
+    A pointer-generator copies the words ``source [B, Tk]`` of the keys, int64. X of them,
+    ``num_oov``, are not in the vocabulary: their ids begin with V, and ``unknown`` is read for
+    them. The gate of a row is ``weight_pointer [1, R]`` · o_t + ``bias_pointer [1]``.
 
     ``int8`` rounds the weights of matrix products and their inputs to 8 bits: with s the largest
     magnitude of a row over 127, x · w ≈ s_x s_w Σ_k round(x_k / s_x) round(w_k / s_w). Columns of
@@ -79,6 +86,8 @@ class SearchInputs(NamedTuple):
     weight_readout: Tensor | None = None
     bias_readout: Tensor | None = None
     bias_vocab: Tensor | None = None
+    weight_pointer: Tensor | None = None
+    bias_pointer: Tensor | None = None
     weight_ih_upper: Tensor | None = None
     mask: Tensor | None = None
     lengths: Tensor | None = None
@@ -88,6 +97,7 @@ class SearchInputs(NamedTuple):
     word_mask: Tensor | None = None
     prefix: Tensor | None = None
     numbers: Tensor | None = None
+    source: Tensor | None = None
     filters: Tensor | None = None
     projection: Tensor | None = None
     penalty: Tensor | None = None
@@ -104,6 +114,8 @@ class SearchInputs(NamedTuple):
     embedding_scale: float = 1.0
     begin: int = 0
     end: int = 0
+    unknown: int = 0
+    num_oov: int = 0
     most: int = 0
     beam: int = 1
     n_best: int = 1
@@ -201,6 +213,7 @@ def check(call: SearchInputs) -> None:
     for name, least, most in (("beam", 1, MOST_BEAM), ("n_best", 1, call.beam)):
         if not least <= getattr(call, name) <= most:
             raise_value_error(name, f"between {least} and {most}", getattr(call, name))
+    _check_copying(call)
     if call.packed is not None:
         check_packed(call.packed, call.hidden)
     if call.int8 and dtype == torch.float64:
@@ -210,7 +223,8 @@ def check(call: SearchInputs) -> None:
         raise_value_error("int8", f"False with more than {MOST_BYTES} features", f"{longest}")
     if call.word_mask is not None:
         mask, rows = call.word_mask, len(call.word_mask) if call.word_mask.dim() else 0
-        check_exact(mask, [("word_mask", mask, torch.bool, (1 if rows == 1 else B, V))])
+        words = V + call.num_oov
+        check_exact(mask, [("word_mask", mask, torch.bool, (1 if rows == 1 else B, words))])
     if call.prefix is not None:
         if call.prefix.dim() != 2:
             raise_value_error("prefix", "[B, P]", list(call.prefix.shape))
@@ -227,9 +241,32 @@ def check(call: SearchInputs) -> None:
     for name in ("temperature", "top_p"):
         if not getattr(call, name) > 0:
             raise_value_error(name, "above 0", getattr(call, name))
-    for name in ("begin", "end"):
+    for name in ("begin", "end", "unknown"):
         if not 0 <= getattr(call, name) < V:
             raise_value_error(name, f"a word below {V}", getattr(call, name))
+
+
+def _check_copying(call: SearchInputs) -> None:
+    V, R = call.weight_vocab.shape
+    shape = len(call.limits), call.key.shape[1]  # type: ignore[union-attr]
+    arguments: list[tuple[str, Tensor | None, torch.dtype, tuple[int, ...]]] = [
+        ("weight_pointer", call.weight_pointer, call.hidden.dtype, (1, R)),
+        ("bias_pointer", call.bias_pointer, call.hidden.dtype, (1,)),
+        ("source", call.source, torch.int64, shape),
+    ]
+    check_exact(call.hidden, arguments)
+    if call.source is None:
+        for name in ("weight_pointer", "bias_pointer"):
+            if getattr(call, name) is not None:
+                raise_value_error(name, "None without source", "a tensor")
+        if call.num_oov:
+            raise_value_error("num_oov", "0 without source", call.num_oov)
+        return
+    if call.weight_pointer is None:
+        raise_value_error("weight_pointer", "a tensor with source", "None")
+    if not 0 <= call.num_oov < 2**31:
+        raise_value_error("num_oov", "at least 0 and below 2**31", call.num_oov)
+    check_words("source", call.source, V + call.num_oov)
 
 
 def _fake(call: SearchInputs) -> SearchOutputs:

@@ -298,6 +298,8 @@ PackedWeights pack_recurrent(const PackArguments& given) {
   X(Optional, weight_readout, sizes, of_weights, {R, H + Dv + read})      \
   X(Optional, bias_readout, sizes, dtype, {R})                            \
   X(Optional, bias_vocab, sizes, dtype, {V})                              \
+  X(Optional, weight_pointer, sizes, dtype, {1, R})                       \
+  X(Optional, bias_pointer, sizes, dtype, {1})                            \
   X(Optional, weight_ih_upper, sizes, of_weights, {layers - 1, G * H, H}) \
   X(Optional, mask, terms, ScalarType::Bool, {1, Tk})                     \
   ATTNFAST_LENGTHS(X)                                                     \
@@ -307,6 +309,7 @@ PackedWeights pack_recurrent(const PackArguments& given) {
   X(Optional, word_mask, word_masks)                                      \
   X(Optional, prefix, sizes, ScalarType::Long, {B, prefix_length})        \
   X(Optional, numbers, sizes, ScalarType::Double, {B, given.beam, T})     \
+  X(Optional, source, sizes, ScalarType::Long, {B, Tk})                   \
   X(Optional, filters, sizes, dtype, {K, channels, taps})                 \
   X(Optional, projection, sizes, dtype, {A, K})                           \
   X(Optional, penalty, sizes, dtype, {1})                                 \
@@ -319,6 +322,8 @@ PackedWeights pack_recurrent(const PackArguments& given) {
   X(double, embedding_scale, any)                                         \
   X(int64_t, begin, between, 0, V - 1)                                    \
   X(int64_t, end, between, 0, V - 1)                                      \
+  X(int64_t, unknown, between, 0, V - 1)                                  \
+  X(int64_t, num_oov, between, 0, given.source ? INT32_MAX : 0)           \
   X(int64_t, most, between, 0, INT32_MAX)                                 \
   X(int64_t, beam, between, 1, kMostBeam)                                 \
   X(int64_t, n_best, between, 1, given.beam)                              \
@@ -336,7 +341,7 @@ PackedWeights pack_recurrent(const PackArguments& given) {
 constexpr int64_t kMostBytes = 1 << 16;
 
 struct SearchChecker : LayerChecker {
-  int64_t V = 0, R = 0, prefix_length = 0, read;
+  int64_t V = 0, R = 0, prefix_length = 0, num_oov, read;
 
   template <class Arguments>
   explicit SearchChecker(const Arguments& given) : LayerChecker(given) {
@@ -349,6 +354,7 @@ struct SearchChecker : LayerChecker {
     V = given.embedding.size(0);
     E = given.embedding.size(1);
     R = given.weight_vocab.size(1);
+    num_oov = given.num_oov;
     check(given.weight_output || given.weight_readout, "weight_readout");
     check(!given.bias_readout || given.weight_readout, "bias_readout");
     read = input_of_readout(given.weight_readout, H + Dv, E);
@@ -358,12 +364,16 @@ struct SearchChecker : LayerChecker {
     if (!given.attends_first && given.weight_ih.size(1) == E) F = 0, check(!given.feed, "feed");
     if (given.prefix) check(given.prefix->dim() == 2, "prefix"), prefix_length = given.prefix->size(1);
     check(!given.numbers || given.n_best == given.beam, "n_best");
+    check(!given.weight_pointer || given.source, "source");
+    check(!given.source || given.weight_pointer, "weight_pointer");
+    check(!given.bias_pointer || given.weight_pointer, "bias_pointer");
   }
 
   static bool positive(double x) { return x > 0; }
 
   bool word_masks(const Optional& x) const {
-    return !x || sizes(*x, ScalarType::Bool, {1, V}) || sizes(*x, ScalarType::Bool, {B, V});
+    const int64_t words = V + num_oov;
+    return !x || sizes(*x, ScalarType::Bool, {1, words}) || sizes(*x, ScalarType::Bool, {B, words});
   }
 };
 
@@ -409,6 +419,39 @@ void put_rooms(const SearchArguments& given, const SearchArguments::ArgumentChec
   of.log_weights = rows_or_heads(room(given.transition_prob.has_value(), step.Tk));
 }
 
+// List the words of each source that may come.
+void put_source(const SearchArguments& given, const SearchArguments::ArgumentChecker& fit, Search& a,
+                KeepAlive& keep) {
+  if (!given.source) return;
+  const auto room = [&](int64_t columns) {
+    keep.push_back(empty(kCpu, {a.B, columns}, ScalarType::Long));
+    return static_cast<int64_t*>(data_or_sentinel(keep.back()));
+  };
+  const int64_t Tk = fit.Tk;
+  const Tensor source = packed(*given.source);
+  const auto* const all = static_cast<const int64_t*>(data_or_sentinel(source));
+  const auto possible = [&](int64_t word) { return word >= 0 && word < a.V + a.X; };
+  fit.check(std::all_of(all, all + a.B * Tk, possible), "source");
+  int64_t *const words = room(Tk), *const count = room(1), *const index = room(Tk);
+  for (int64_t b = 0; b < a.B; ++b) {
+    const int64_t *const from = all + b * Tk, *const to = from + Tk;
+    const auto* const mask = static_cast<const bool*>(a.word_mask.data) + b * a.word_mask.batch;
+    const auto may_come = [&](int64_t word) { return !a.word_mask.data || mask[word]; };
+    int64_t *const first = words + b * Tk, *last = std::copy_if(from, to, first, may_come);
+    std::sort(first, last);
+    last = std::unique(first, last);
+    count[b] = last - first;
+    std::transform(from, to, index + b * Tk, [&](int64_t word) {
+      return may_come(word) ? std::lower_bound(first, last, word) - first : -1;
+    });
+  }
+  a.source_words = words;
+  a.source_count = count;
+  a.source_index = index;
+  a.weight_pointer = packed_view(given.weight_pointer, keep);
+  a.bias_pointer = packed_view(given.bias_pointer, keep);
+}
+
 SearchOutputs search(const SearchArguments& given) {
   const SearchArguments::ArgumentChecker fit(given);
   KeepAlive keep;
@@ -426,6 +469,8 @@ SearchOutputs search(const SearchArguments& given) {
   a.reads_input = fit.read;
   a.begin = given.begin;
   a.end = given.end;
+  a.X = given.num_oov;
+  a.unknown = given.unknown;
   a.most = given.most;
   a.hidden = step.hidden;
   a.first_cell = step.first_cell;
@@ -450,6 +495,7 @@ SearchOutputs search(const SearchArguments& given) {
   a.word_mask = packed_view(given.word_mask, keep);
   if (given.word_mask && given.word_mask->size(0) == 1) a.word_mask.batch = 0;
   a.prefix = packed_view(given.prefix, keep);
+  put_source(given, fit, a, keep);
   if (given.numbers) {
     keep.push_back(packed(*given.numbers));
     a.numbers = static_cast<const double*>(data_or_sentinel(keep.back()));

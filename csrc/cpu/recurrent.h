@@ -38,21 +38,26 @@ struct Search : Words {
   Dtype dtype;
   int64_t B, T;                  // sentences, and their hypotheses: T is the beam
   int64_t begin, end, most;      // at most `most` words, the first after `begin`
+  int64_t X, unknown;            // words that only a source has, from V on, are read as `unknown`
   int64_t beam, n_best, groups;  // groups: the parts of the vocabulary that threads share
   RecurrentForward step;
   View hidden, first_cell, feed;  // [B, n]: initial values
   double length_penalty, length_bonus, coverage_penalty;
   int64_t min_length, no_repeat_ngram, prefix_length;
-  View word_mask;         // bool [1 or B, V] or absent: false for words that may not come
+  View word_mask;         // bool [1 or B, V + X] or absent: false for words that may not come
   View prefix;            // int64 [B, prefix_length]: the first words, -1 after them
   const double* numbers;  // [B, beam, most] in [0, 1): words are drawn by them; or null: the best are taken
   double temperature, top_p;
   int64_t top_k;
-  const int64_t* limits;     // [B]
-  View read;                 // scratch [B, beam, R], with a readout
-  int64_t *words, *lengths;  // out [B, n_best, most] and [B, n_best]; a length is -1 after NaN
-  View word_scores, scores;  // out [B n_best, most], the words' log-probabilities, and [B, n_best]
-  View weights;              // out [B n_best, most, Tk], or absent
+  const int64_t* limits;  // [B]
+  // For a pointer-generator, else null: the words of each source that may come, sorted, [B, Tk]; their
+  // number, [B]; for each key its word's index among them, or -1, [B, Tk].
+  const int64_t *source_words, *source_count, *source_index;
+  View weight_pointer, bias_pointer;  // [1, R], [1]
+  View read;                          // scratch [B, beam, R], with a readout
+  int64_t *words, *lengths;           // out [B, n_best, most] and [B, n_best]; a length is -1 after NaN
+  View word_scores, scores;           // out [B n_best, most], the words' log-probabilities, and [B, n_best]
+  View weights;                       // out [B n_best, most, Tk], or absent
 };
 
 // The size in bytes of the scratch shared by all and of each member's, the largest number of items

@@ -94,11 +94,12 @@ size_t forward_scratch(const RecurrentForward& a, const LayerPlan& plan) {
   const size_t bytes = attention.forward_scratch(a.attention, plan.attention);
   return has_history(a.attention) ? larger(bytes, coverage.forward_scratch(a.attention)) : bytes;
 }
-// Attention, or a draw.
+// Attention, the weights of a source's words, or a draw.
 size_t search_scratch(const Search& a, const LayerPlan& plan) {
   const int64_t of_word = (a.dtype == Dtype::f64 ? sizeof(double) : sizeof(float)) + sizeof(int32_t);
-  const int64_t drawn = a.numbers ? round_up(a.V, kPanel<float>) * of_word : 0;
-  return larger(forward_scratch(a.step, plan), drawn);
+  const int64_t drawn = a.numbers ? round_up(a.V + a.X, kPanel<float>) * of_word : 0;
+  const int64_t copied = a.source_words ? a.step.Tk * sizeof(double) : 0;
+  return larger(forward_scratch(a.step, plan), larger(drawn, copied));
 }
 size_t backward_scratch(const RecurrentBackward& a, const LayerPlan& plan) {
   const size_t block = kProductRows * kProductDepth * (a.dtype == Dtype::f64 ? 8 : 4);

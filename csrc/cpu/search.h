@@ -36,9 +36,12 @@ struct SearchRoom {
   int64_t panels_at_a_time;         // of the vocabulary, in one item
   Candidate<C>* candidates;         // [rows, groups, K], without the end
   Mass<C>* masses;                  // [rows, groups]
-  C* bias;                          // [masks, padded V]: of the words, -inf of those that may not come
+  Mass<C>* all_masses;              // [rows, groups], with the words that may not come, for copying
+  C* bias;                          // [masks, padded V]: -inf of words that may not come; see bias_of
+  C* whole_bias;                    // [padded V]: of all words, for copying
   C *of_end, *of_forced;            // [rows]: the logits of the end, and of the prefix's word
-  C* logits;                        // [rows, padded V], for draws
+  C* of_source;                     // [rows, Tk]: the logits of the source's words, then their scores
+  C* logits;                        // [rows, words of a row], for draws
   C* totals;                        // [B, K]: the scores of the hypotheses, by sentence
   Candidate<C>* best;               // [B, 2 K]: scratch
   Link<C>* links;                   // [B, most, K]
@@ -75,10 +78,13 @@ struct SearchRoom {
     const Forward& of = step.attention;
     take(candidates, rows * groups() * K);
     take(masses, rows * groups());
+    take(all_masses, a.source_words ? rows * groups() : 0);
     take(bias, (a.word_mask.batch ? a.B : 1) * padded_words());
+    take(whole_bias, a.source_words ? padded_words() : 0);
     take(of_end, rows);
     take(of_forced, rows);
-    take(logits, a.numbers ? rows * padded_words() : 0);
+    take(of_source, a.source_words ? rows * of.Tk : 0);
+    take(logits, a.numbers ? rows * words_of_row(a) : 0);
     take(totals, rows);
     take(best, a.B * 2 * K);
     take(links, rows * a.most);
@@ -115,6 +121,7 @@ struct SearchRoom {
   }
 
   int64_t padded_words() const { return packed.vocabulary.count * kPanel<C>; }
+  int64_t words_of_row(const Search& a) const { return round_up(a.V + a.X, kPanel<C>); }
   int64_t groups() const { return parts(packed.vocabulary.count, panels_at_a_time); }
 };
 
@@ -143,7 +150,12 @@ class BeamSearch {
     member.share(a.B, [&](int64_t b) { begin(b); });
     if (room.features)
       member.share(1, [&](int64_t) { pack_parameters_once(a.step.attention, room.features, false); });
-    member.share(a.word_mask.batch ? a.B : 1, [&](int64_t b) { mask_words(b); });
+    const int64_t masks = a.word_mask.batch ? a.B : 1;
+    member.share(masks + copies(), [&](int64_t b) {
+      const bool* const mask = a.word_mask.data ? row<bool>(a.word_mask, b) : nullptr;
+      if (b < masks) return put_bias(mask, !copies(), bias_of(b));
+      put_bias(nullptr, true, room.whole_bias);
+    });
     for (int64_t t = 0; attention.B && t < a.most; ++t) {
       const RecurrentForward step = step_at(t);
       Forwards<C>(step, plan, member, room.packed.layer, own, room.rounded).take_steps();
@@ -155,8 +167,8 @@ class BeamSearch {
       member.share(attention.B, [&](int64_t i) {
         if (room.ended[room.sentence[i]]) return;
         keep_weights(step, i, t);
-        if (a.numbers) draw(i, t);
-        else choose(i, t);
+        if (a.numbers) draw(outputs[0], i, t);
+        else choose(outputs[0], i, t);
       });
       member.share(1, [&](int64_t) { count(attention.B, t); });
       const int64_t left = room.counts[t + 1];
@@ -191,13 +203,16 @@ class BeamSearch {
   // Return the coverage of row r's attention before step t, if it has a history.
   C* history_of(int64_t r, int64_t t) const { return room.history + (t % 2 * a.B * K + r) * a.step.Tk; }
 
+  bool copies() const { return a.source_words; }
+
+  // Return the bias of a sentence's words: -inf of those that may not come, or 0 if all have theirs.
+  C* bias_of(int64_t s) const { return room.bias + (a.word_mask.batch ? s : 0) * room.padded_words(); }
+
   // Write the bias of the words, -inf for those that may not come.
-  void mask_words(int64_t b) {
-    C* const out = room.bias + b * room.padded_words();
-    const bool* const may_come = a.word_mask.data ? row<bool>(a.word_mask, b) : nullptr;
+  void put_bias(const bool* may_come, bool biased, C* out) const {
     for (int64_t word = 0; word < room.padded_words(); ++word) {
       const bool comes = word < a.V && (!may_come || may_come[word]);
-      const C bias = comes && a.bias_vocab.data ? row<C>(a.bias_vocab, 0)[word] : C{};
+      const C bias = comes && biased && a.bias_vocab.data ? row<C>(a.bias_vocab, 0)[word] : C{};
       out[word] = comes ? bias : -(C)__builtin_inf();
     }
   }
@@ -231,7 +246,7 @@ class BeamSearch {
   }
 
   void embed(int64_t r, int64_t word) {
-    const C* const from = row<C>(a.embedding, word);
+    const C* const from = row<C>(a.embedding, word < a.V ? word : a.unknown);
     C* const to = row<C>(a.step.input, r);
     for (int64_t i = 0; i < a.step.E; ++i) to[i] = from[i] * (C)a.embedding_scale;
   }
@@ -270,15 +285,16 @@ class BeamSearch {
   }
 
   // Compute the logits of a group of panels for some rows. Keep the best of each row but the end's,
-  // to which no length bonus is added, or all for a draw; the end's, the prefix's, and the mass of all.
+  // to which no length bonus is added, or all for a draw; those of the end, the prefix and the source;
+  // and the mass of all.
   void score(const RecurrentForward& step, const Factor<C>& outputs, int64_t t, int64_t item) {
     const Block block(step, plan, item);
     const int64_t first = block.panel * room.panels_at_a_time,
                   last = min(first + room.panels_at_a_time, room.packed.vocabulary.count);
-    Lanes<C> lanes[kMostBatch];
+    Lanes<C> lanes[kMostBatch], all_lanes[kMostBatch];
     Best<C> best[kMostBatch];
     for (int64_t r = 0; r < block.rows; ++r) {
-      lanes[r] = {splat((C)-__builtin_inf()), Vec<C>{}};
+      lanes[r] = all_lanes[r] = {splat((C)-__builtin_inf()), Vec<C>{}};
       const int64_t place = (block.b + r) * groups + block.panel;
       best[r] = {room.candidates + place * K, K, 0};
     }
@@ -286,41 +302,68 @@ class BeamSearch {
       alignas(64) C x[kMostBatch * P];
       clear(x, block.rows * P);
       outputs.multiply(block.b, block.rows, room.packed.vocabulary.at(panel), x);
-      add_bias(panel, block, x);
       for (int64_t r = 0; r < block.rows; ++r) {
-        const int64_t of_row = block.b + r, word = forced(sentence_of(of_row), t);
-        if (a.end / P == panel) room.of_end[of_row] = x[r * P + a.end % P];
-        if (word >= 0 && word / P == panel) room.of_forced[of_row] = x[r * P + word % P];
-        lanes[r].add(x + r * P);
+        const int64_t of_row = block.b + r, s = sentence_of(of_row), word = forced(s, t);
+        C* const logits = x + r * P;
+        if (copies()) {
+          add_bias(room.whole_bias + panel * P, logits);
+          all_lanes[r].add(logits);
+          keep_source(of_row, s, panel, logits);
+        }
+        add_bias(bias_of(s) + panel * P, logits);
+        if (a.end / P == panel) room.of_end[of_row] = logits[a.end % P];
+        if (word >= 0 && word / P == panel) room.of_forced[of_row] = logits[word % P];
+        lanes[r].add(logits);
         if (a.numbers) {
-          C* const to = room.logits + of_row * room.padded_words() + panel * P;
-          __builtin_memcpy(to, x + r * P, P * sizeof(C));
+          C* const to = room.logits + of_row * room.words_of_row(a) + panel * P;
+          __builtin_memcpy(to, logits, P * sizeof(C));
           continue;
         }
         for (int64_t c = 0; c < P; c += Vector<C>::width) {
-          const Vec<C> logits = load(x + r * P + c);
-          if (any<C>(~(logits <= best[r].least()))) insert(best[r], logits, panel * P + c, of_row);
+          const Vec<C> several = load(logits + c);
+          if (any<C>(~(several <= best[r].least()))) insert(best[r], several, panel * P + c, of_row);
         }
       }
     }
     for (int64_t r = 0; r < block.rows; ++r) {
       const int64_t place = (block.b + r) * groups + block.panel;
       room.masses[place] = lanes[r].mass();
+      if (copies()) room.all_masses[place] = all_lanes[r].mass();
       if (best[r].n < K) best[r].at[best[r].n].word = -1;  // no more
     }
   }
 
-  // Add the bias of the vocabulary to a block's rows of a panel.
-  void add_bias(int64_t panel, const Block& block, C* x) const {
+  // Add a bias to a row of a panel.
+  static void add_bias(const C* from, C* x) {
     const Vec<C> never = splat(-(C)__builtin_inf());
-    for (int64_t r = 0; r < block.rows; ++r) {
-      const int64_t which = a.word_mask.batch ? sentence_of(block.b + r) : 0;
-      const C* const from = room.bias + which * room.padded_words() + panel * P;
-      for (int64_t c = 0; c < P; c += Vector<C>::width) {
-        const Vec<C> bias = load(from + c);
-        store(x + r * P + c, bias == never ? never : load(x + r * P + c) + bias);
-      }
+    for (int64_t c = 0; c < P; c += Vector<C>::width) {
+      const Vec<C> bias = load(from + c);
+      store(x + c, bias == never ? never : load(x + c) + bias);
     }
+  }
+
+  // Return the index of the first word of a source from `word` on.
+  int64_t find_source(int64_t s, int64_t word) const {
+    const int64_t* const words = a.source_words + s * a.step.Tk;
+    int64_t first = 0, last = a.source_count[s];
+    while (first < last) {
+      const int64_t middle = (first + last) / 2;
+      if (words[middle] < word) first = middle + 1;
+      else last = middle;
+    }
+    return first;
+  }
+
+  // Return true if find_source found the word.
+  bool is_source(int64_t s, int64_t at, int64_t word) const {
+    return at < a.source_count[s] && a.source_words[s * a.step.Tk + at] == word;
+  }
+
+  // Keep the logits of the source's words in a panel.
+  void keep_source(int64_t r, int64_t s, int64_t panel, const C* logits) const {
+    const int64_t *const words = a.source_words + s * a.step.Tk, count = a.source_count[s];
+    for (int64_t at = find_source(s, panel * P); at < count && words[at] < (panel + 1) * P; ++at)
+      room.of_source[r * a.step.Tk + at] = logits[words[at] - panel * P];
   }
 
   void insert(Best<C>& best, Vec<C> logits, int64_t first, int64_t r) const {
@@ -371,35 +414,76 @@ class BeamSearch {
     return a.coverage_penalty * sum;
   }
 
-  // Return the mass of a row's words.
-  Mass<C> mass_of(int64_t r) const {
+  // Return the logarithm of the sum of e^logit, given masses of groups.
+  double log_of_sum(const Mass<C>* masses) const {
     Mass<C> mass = {-(C)__builtin_inf(), 0};
-    for (int64_t group = 0; group < groups; ++group) mass.add(room.masses[r * groups + group]);
-    return mass;
+    for (int64_t group = 0; group < groups; ++group) mass.add(masses[group]);
+    return mass.largest + ::log(mass.sum);
+  }
+
+  // Return what added to a logit of row r is the word's score, its log-probability: NaN if any score is,
+  // infinity if no word may come. With copying, the words of the source get their own scores, see
+  // ../word.h; probabilities of the words that may come add up to 1.
+  double normalise(const Factor<C>& outputs, int64_t r, int64_t i) const {
+    const double sum = log_of_sum(room.masses + r * groups);
+    if (!copies()) return -sum;
+    const int64_t s = room.sentence[i], Tk = a.step.Tk, count = a.source_count[s];
+    C* const of_source = room.of_source + r * Tk;
+    const double all = log_of_sum(room.all_masses + r * groups);
+    double pointer = a.bias_pointer.data ? *row<C>(a.bias_pointer, 0) : 0;
+    const C *const weight = row<C>(a.weight_pointer, 0), *const output = outputs.data + r * outputs.stride;
+    for (int64_t j = 0; j < a.R; ++j) pointer += (double)weight[j] * output[j];
+    const Gate gate(pointer);
+    auto* const copied = static_cast<double*>(own);
+    for (int64_t at = 0; at < count; ++at) copied[at] = 0;
+    const C* const weights = row<C>(attention.weights, i, r - i * K);
+    const int64_t* const index = a.source_index + s * Tk;
+    double copied_sum = 0;
+    for (int64_t j = 0; j < Tk; ++j)
+      if (index[j] >= 0) copied[index[j]] += weights[j], copied_sum += weights[j];
+    const double log_p = gate.log_p - all;
+    const double never = -__builtin_inf();
+    const Word every(sum + log_p, copied_sum, gate.log_q);
+    if (every.slight && sum == never) return -never;
+    for (int64_t at = 0; at < count; ++at) {
+      const double own_logit = a.source_words[s * Tk + at] < a.V ? of_source[at] : never;
+      const Word word(own_logit + log_p, copied[at], gate.log_q);
+      of_source[at] = word.slight && own_logit == never ? never : word.log_p - every.log_p;
+    }
+    return log_p - every.log_p;
+  }
+
+  // Return the score of a word of row r, given its logit, and `shift` of normalise.
+  C score_of(int64_t r, int64_t s, int64_t word, C logit, double shift) const {
+    if (copies()) {
+      const int64_t at = find_source(s, word);
+      if (is_source(s, at, word)) return room.of_source[r * a.step.Tk + at];
+    }
+    return word < a.V ? (C)(logit + shift) : (C)-__builtin_inf();
   }
 
   // Draw the words that continue the hypotheses of sentence i of those that are left, at step t.
-  void draw(int64_t i, int64_t t) {
+  void draw(const Factor<C>& outputs, int64_t i, int64_t t) {
     const int64_t s = room.sentence[i], next = forced(s, t);
     bool all_ended = true;
     for (int64_t k = 0; k < K; ++k) {
       const int64_t r = i * K + k;
       C& total = room.totals[s * K + k];
       Link<C>* const links = room.links + (s * a.most + t) * K;
-      const Mass<C> mass = mass_of(r);
-      if (mass.sum != mass.sum) return void(room.ended[s] = -1);
+      const double shift = normalise(outputs, r, i);
+      if (shift != shift) return void(room.ended[s] = -1);
       if (total == -(C)__builtin_inf()) {  // has ended
         links[k] = {a.begin, k, 0};
         continue;
       }
-      const Candidate<C> drawn = draw_row(r, s, t, next);
+      const Candidate<C> drawn = draw_row(r, s, t, next, shift);
       if (drawn.score == -(C)__builtin_inf()) {  // no word may come
         room.finished[s * K + k] = {drawn.score, t - 1, t ? links[k - K] : Link<C>{a.begin, 0, 0}};
         total = drawn.score;
         links[k] = {a.begin, k, 0};
         continue;
       }
-      links[k] = {drawn.word, k, (drawn.score - mass.largest) - (C)::log(mass.sum)};
+      links[k] = {drawn.word, k, drawn.score};
       total += links[k].score;
       if (drawn.word == a.end) {
         room.finished[s * K + k] = {total, t, links[k]};
@@ -413,26 +497,31 @@ class BeamSearch {
     room.finished_count[s] = K;
   }
 
-  // Return the word that is drawn for a row, and its logit.
-  Candidate<C> draw_row(int64_t r, int64_t s, int64_t t, int64_t next) {
+  // Return the word that is drawn for a row, and its score.
+  Candidate<C> draw_row(int64_t r, int64_t s, int64_t t, int64_t next, double shift) {
     constexpr C never = -(C)__builtin_inf();
-    if (next >= 0) return {next < a.V ? room.of_forced[r] : never, next, 0};
+    if (shift == __builtin_inf()) return {never, -1, 0};
+    if (next >= 0) return {score_of(r, s, next, room.of_forced[r], shift), next, 0};
     const bool may_end = t >= a.min_length;
-    if (t + 1 >= a.limits[s]) return {may_end ? room.of_end[r] : never, a.end, 0};
-    C* const logits = room.logits + r * room.padded_words();
-    const int64_t at = s * K + r % K;
-    if (!may_end) logits[a.end] = never;
+    if (t + 1 >= a.limits[s])
+      return {may_end ? score_of(r, s, a.end, room.of_end[r], shift) : never, a.end, 0};
+    const int64_t at = s * K + r % K, n = room.words_of_row(a);
+    C* const scores = room.logits + r * n;
+    for (int64_t c = 0; c < n; c += Vector<C>::width)
+      store(scores + c, c < room.padded_words() ? load(scores + c) + (C)shift : splat(never));
+    for (int64_t j = 0; copies() && j < a.source_count[s]; ++j)
+      scores[a.source_words[s * a.step.Tk + j]] = room.of_source[r * a.step.Tk + j];
+    if (!may_end) scores[a.end] = never;
     for (int64_t i = 0; a.no_repeat_ngram && i < room.repetitions[at]; ++i)
-      logits[room.repeated[at * a.most + i]] = never;
+      scores[room.repeated[at * a.most + i]] = never;
     auto* const odds = static_cast<C*>(own);
-    const int64_t n = room.padded_words();
-    const int64_t word = draw_word<C>({a.temperature, a.top_p, a.top_k}, a.numbers[at * a.most + t], logits,
+    const int64_t word = draw_word<C>({a.temperature, a.top_p, a.top_k}, a.numbers[at * a.most + t], scores,
                                       n, odds, reinterpret_cast<int32_t*>(odds + n));
-    return {word < 0 ? never : logits[word], word, 0};
+    return {word < 0 ? never : scores[word], word, 0};
   }
 
   // Choose the words that continue the hypotheses of sentence i of those that are left, at step t.
-  void choose(int64_t i, int64_t t) {
+  void choose(const Factor<C>& outputs, int64_t i, int64_t t) {
     const int64_t s = room.sentence[i], next = forced(s, t);
     C* const totals = room.totals + s * K;
     Best<C> best = {room.best + s * 2 * K, 2 * K, 0};
@@ -440,24 +529,30 @@ class BeamSearch {
     for (int64_t k = 0; k < K; ++k) {
       if (totals[k] == -(C)__builtin_inf()) continue;
       const int64_t r = i * K + k;
-      const Mass<C> mass = mass_of(r);
-      if (mass.sum != mass.sum) return void(room.ended[s] = -1);
-      if (mass.sum == 0) continue;  // no word may come
-      const C log_sum = ::log(mass.sum);
-      const auto add = [&](int64_t word, C logit) {
-        const C total =
-            totals[k] + ((logit - mass.largest) - log_sum) + (word == a.end ? (C)0 : (C)a.length_bonus);
+      const double shift = normalise(outputs, r, i);
+      if (shift != shift) return void(room.ended[s] = -1);
+      if (shift == __builtin_inf()) continue;  // no word may come
+      const auto add = [&](int64_t word, C score) {
+        const C total = totals[k] + score + (word == a.end ? (C)0 : (C)a.length_bonus);
         if (best.takes(total)) best.insert({total, word, k});
       };
       if (next >= 0) {
-        if (next < a.V) add(next, room.of_forced[r]);
+        add(next, score_of(r, s, next, room.of_forced[r], shift));
         continue;
       }
-      if (t >= a.min_length) add(a.end, room.of_end[r]);
+      if (t >= a.min_length) add(a.end, score_of(r, s, a.end, room.of_end[r], shift));
       if (must_end) continue;
+      for (int64_t j = 0; copies() && j < a.source_count[s]; ++j) {
+        const int64_t word = a.source_words[s * a.step.Tk + j];
+        if (word != a.end && !repeats(r, word)) add(word, room.of_source[r * a.step.Tk + j]);
+      }
       for (int64_t group = 0; group < groups; ++group) {
         const Candidate<C>* const found = room.candidates + (r * groups + group) * K;
-        for (int64_t j = 0; j < K && found[j].word >= 0; ++j) add(found[j].word, found[j].score);
+        for (int64_t j = 0; j < K && found[j].word >= 0; ++j) {
+          const int64_t word = found[j].word;
+          if (copies() && is_source(s, find_source(s, word), word)) continue;
+          add(word, (C)(found[j].score + shift));
+        }
       }
     }
     continue_beam(i, t, best);
