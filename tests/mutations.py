@@ -1666,6 +1666,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
             ("word < a.V ? word : a.unknown", "word < a.V ? word : 0"),
             ("* (C)a.embedding_scale", ""),
         ],
+        "join": [("{step.H, step.Dv, step.E};", "{step.H, step.H, step.E};")],
         "keep_source": [("words[at] < (panel + 1) * P", "words[at] < panel * P + 1")],
         "is_source": [("a.source_words[s * a.step.Tk + at] == word", "true")],
         "normalise": [

@@ -90,7 +90,9 @@ def call(
         for name, x in ((name, getattr(layer, name)) for name in names)
     }
     H, E, Dv = case.H, case.E, case.Dv
-    if layer.weight_output is None:
+    if layer.weight_output is None and "joined" in case.terms:
+        R = (H, H + Dv, H + Dv + E)[case.seed % 3]
+    elif layer.weight_output is None:
         read = H + Dv + (0 if "no input" in case.terms else E)
         args["weight_readout"] = floats(R, read, scale=(H + Dv + E) ** -0.5)
         args["bias_readout"] = floats(R) if "biases" in case.terms else None
@@ -124,9 +126,15 @@ def call(
     if "numbers" in case.terms:
         shape = case.B, int(options.get("beam", 1)), case.T
         args["numbers"] = torch.rand(shape, generator=g, dtype=torch.float64).to(device)
+    if "gaps" in case.terms:
+        args["prefix"][:, 0] = -1
+    end = -1 if "endless" in case.terms else 3
+    if layer.weight_output is not None and "no tanh" in case.terms:
+        args["output_activation"] = "identity"
     return SearchInputs(
         floats(V, E), floats(V, R, scale=2), limits, **args,
-        embedding_scale=0.8, begin=2, end=3, most=case.T, word_mask=word_mask.to(device), **options,
+        embedding_scale=0.8, begin=2, end=end, most=case.T, word_mask=word_mask.to(device),
+        **options,
     )  # fmt: skip
 
 
@@ -214,6 +222,36 @@ def test_attention_with_a_history(beam, dtype, kind, backend):
         rows += judge(kind, case, backend, beam=beam, n_best=beam, **(options if seed % 2 else {}))
     assert len(set(rows)) > 8
     assert len({len(row) for row in rows}) > 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("draws", [(), ("numbers",)])
+def test_other_rows_are_scored(draws, kind, backend):
+    """States, contexts and words without a readout, and attentional vectors without a tanh."""
+    served(backend)
+    rows = []
+    for seed in range(3):
+        for beam, more in ((1, ("lengths", "no tanh")), (4, ("biases", "stack", "no tanh"))):
+            terms = ("joined", *more, *draws)
+            case = Case("gru", None, "tanh", B=9, T=8, terms=terms, dtype=torch.float64, seed=seed)
+            rows += judge(kind, case, backend, beam=beam, n_best=beam)
+    assert len(set(rows)) > 8
+    assert len({len(row) for row in rows}) > 2
+
+
+@pytest.mark.parametrize("draws", [(), ("numbers",)])
+@pytest.mark.parametrize("beam", [1, 3])
+def test_no_word_ends(beam, draws, backend):
+    """Sentences are as long as their limits allow; words of any step may be given."""
+    served(backend)
+    rows = []
+    for seed, terms in enumerate([(), ("prefix", "gaps", "words"), ("prefix", "gaps", "lengths")]):
+        terms = ("endless", *terms, *draws)
+        case = Case("gru", None, "tanh", B=9, T=6, terms=terms, dtype=torch.float64, seed=seed)
+        options = {"beam": beam, "n_best": beam, "min_length": 2, "need_weights": True}
+        rows += judge(KINDS[seed], case, backend, V=9, **options)
+    assert len(set(rows)) > 8
+    assert any(3 in row[:-1] for row in rows)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -86,6 +86,8 @@ def _next_words(
         read = [h, context, x] if reads_input(call) else [h, context]
         output = product(read, call.weight_readout, call.bias_readout, call.int8)
         output = output.tanh()
+    elif output is None:
+        output = torch.cat([h, context, x], -1)[:, : call.weight_vocab.shape[1]]
     logits = product([output], call.weight_vocab, call.bias_vocab, call.int8)  # type: ignore[list-item]
     if call.source is not None:
         gate = torch.nn.functional.linear(output, call.weight_pointer, call.bias_pointer)  # type: ignore[arg-type]
@@ -138,7 +140,7 @@ class _Several:
         if t < len(prefix) and prefix[t] >= 0:
             log_probs[everything != prefix[t]] = -math.inf
             return log_probs
-        if t < call.min_length:
+        if t < call.min_length and call.end >= 0:
             log_probs[call.end] = -math.inf
         if t + 1 >= self.limit:
             log_probs[everything != call.end] = -math.inf
@@ -239,7 +241,8 @@ class _Beam(_Several):
         options = []
         for k, x in enumerate(self.alive):
             left = self.allowed(log_probs[k], x.words).tolist()
-            for word in [end, *range(end), *range(end + 1, len(left))]:
+            words = range(len(left)) if end < 0 else [end, *range(end), *range(end + 1, len(left))]
+            for word in words:
                 total = x.total + left[word] + (0 if word == end else call.length_bonus)
                 if left[word] > -math.inf:
                     options.append((total, k, word, left[word]))

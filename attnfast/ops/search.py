@@ -4,7 +4,7 @@
 
     x_t = scale · embedding[y_{t−1}]
     h_t, c_t, f_t   from x_t, as in :mod:`attnfast.ops.recurrent`
-    o_t = tanh(W_r [h_t; c_t; x_t] + b_r),  or f_t without a readout
+    o_t = tanh(W_r [h_t; c_t; x_t] + b_r),  or f_t,  or the first R of [h_t; c_t; x_t]
     ℓ_t = W_v o_t + b_v
     P(y_t) = softmax(ℓ_t), or with copying as in :mod:`attnfast.ops.copying`, of the words in
              ``word_mask``, over their sum
@@ -45,13 +45,16 @@ class SearchInputs(NamedTuple):
 
     ``embedding [V, E]`` of the words, ``weight_vocab [V, R]`` and ``bias_vocab [V]`` for their
     scores; ``weight_readout [R, H + Dv + E]``, or ``[R, H + Dv]`` for a readout that does not read
-    the embedded word, and ``bias_readout [R]``; or None, where the attentional vectors are scored.
+    the embedded word, and ``bias_readout [R]``. Without them the attentional vectors are scored,
+    or, if there are none, the state, or state and context, or also the embedded word: R is H,
+    H + Dv or H + Dv + E.
     Sequence b has at most ``limits [B]`` words, int64, the end included, and none has more than
     ``most``. ``begin`` is read first. ``beam``, K, ``n_best``, N, ``length_penalty``,
     ``length_bonus``, γ, ``coverage_penalty``, ``min_length``, ``no_repeat_ngram``, ``temperature``,
     ``top_k`` and ``top_p`` are those of :mod:`attnfast.decoding`. ``word_mask [1 or B, V + X]``,
     boolean, is False for words that may not come; their probabilities are 0. ``prefix [B, P]``,
-    int64, are the first words, −1 after them, fewer than the limit. ``numbers [B, K, most]``,
+    int64, are words of the first steps, −1 for any word. With an ``end`` of −1 no word ends: a
+    hypothesis of a sentence has one word less than its limit, and no end. ``numbers [B, K, most]``,
     float64 in [0, 1), draw the words, with N = K.
 
     A pointer-generator copies the words ``source [B, Tk]`` of the keys, int64. X of them,
@@ -110,6 +113,7 @@ class SearchInputs(NamedTuple):
     scale: float = 1.0
     score: str = "dot"
     normalisation: str = "softmax"
+    output_activation: str = "tanh"
     int8: bool = False
     embedding_scale: float = 1.0
     begin: int = 0
@@ -191,8 +195,6 @@ def check(call: SearchInputs) -> None:
         raise_value_error("most", "at least 0 and below 2**31", call.most)
     if call.mode not in GATES:
         raise_value_error("mode", f"one of {', '.join(GATES)}", call.mode)
-    if call.weight_output is None and call.weight_readout is None:
-        raise_value_error("weight_readout", "a tensor without weight_output", "None")
     if call.bias_readout is not None and call.weight_readout is None:
         raise_value_error("bias_readout", "None without weight_readout", "a tensor")
     (B, H), (V, E), R = call.hidden.shape[-2:], call.embedding.shape, call.weight_vocab.shape[1]
@@ -206,8 +208,12 @@ def check(call: SearchInputs) -> None:
         wanted = dtype_of_weights(call) if name in WEIGHTS else dtype
         check_exact(call.hidden, [(name, getattr(call, name), wanted, shape)])
     check_exact(call.hidden, [("limits", call.limits, torch.int64, (B,))])
-    if call.weight_readout is None and call.weight_output.shape[0] != R:  # type: ignore[union-attr]
-        raise_value_error("weight_vocab", f"[V, {call.weight_output.shape[0]}]", [V, R])  # type: ignore[union-attr]
+    if call.weight_readout is None:
+        joined = (H, H + Dv, H + Dv + E)
+        sizes = joined if call.weight_output is None else call.weight_output.shape[:1]
+        if R not in sizes:
+            expected = " or ".join(f"[V, {size}]" for size in dict.fromkeys(sizes))
+            raise_value_error("weight_vocab", expected, [V, R])
     if call.mask is not None and call.mask.shape[1] != 1:
         raise_value_error("mask", "[B, 1, Tk], the same at all steps", list(call.mask.shape))
     for name, least, most in (("beam", 1, MOST_BEAM), ("n_best", 1, call.beam)):
@@ -241,8 +247,8 @@ def check(call: SearchInputs) -> None:
     for name in ("temperature", "top_p"):
         if not getattr(call, name) > 0:
             raise_value_error(name, "above 0", getattr(call, name))
-    for name in ("begin", "end", "unknown"):
-        if not 0 <= getattr(call, name) < V:
+    for name, least in (("begin", 0), ("end", -1), ("unknown", 0)):
+        if not least <= getattr(call, name) < V:
             raise_value_error(name, f"a word below {V}", getattr(call, name))
 
 

@@ -318,10 +318,11 @@ PackedWeights pack_recurrent(const PackArguments& given) {
   X(Optional, coverage, sizes, dtype, {B, Tk})                            \
   X(Optional, previous, sizes, dtype, {B, Tk})                            \
   ATTNFAST_LAYER_OPTIONS(X)                                               \
+  X(std::string, output_activation, activates)                            \
   X(bool, int8, any)                                                      \
   X(double, embedding_scale, any)                                         \
   X(int64_t, begin, between, 0, V - 1)                                    \
-  X(int64_t, end, between, 0, V - 1)                                      \
+  X(int64_t, end, between, -1, V - 1)                                     \
   X(int64_t, unknown, between, 0, V - 1)                                  \
   X(int64_t, num_oov, between, 0, given.source ? INT32_MAX : 0)           \
   X(int64_t, most, between, 0, INT32_MAX)                                 \
@@ -355,12 +356,13 @@ struct SearchChecker : LayerChecker {
     E = given.embedding.size(1);
     R = given.weight_vocab.size(1);
     num_oov = given.num_oov;
-    check(given.weight_output || given.weight_readout, "weight_readout");
     check(!given.bias_readout || given.weight_readout, "bias_readout");
     read = input_of_readout(given.weight_readout, H + Dv, E);
     const int64_t longest = std::max({E, F, H, Dv, R});
     check(!given.int8 || (dtype == ScalarType::Float && longest <= kMostBytes), "int8");
-    check(given.weight_readout || R == output_dim, "weight_vocab");
+    const bool joins = !given.weight_readout && !given.weight_output;
+    check(given.weight_readout || R == output_dim || (joins && (R == H || R == H + Dv || R == H + Dv + E)),
+          "weight_vocab");
     if (!given.attends_first && given.weight_ih.size(1) == E) F = 0, check(!given.feed, "feed");
     if (given.prefix) check(given.prefix->dim() == 2, "prefix"), prefix_length = given.prefix->size(1);
     check(!given.numbers || given.n_best == given.beam, "n_best");
@@ -533,7 +535,7 @@ SearchOutputs search(const SearchArguments& given) {
   plan.attention = plan_by_rows(of);
   const int64_t row_blocks = std::max<int64_t>((step.B + plan.rows - 1) / plan.rows, 1);
   a.groups = (4 * threads + row_blocks - 1) / row_blocks;
-  const Room rooms[] = {{&a.read, given.weight_readout ? a.R : 0}};
+  const Room rooms[] = {{&a.read, given.weight_readout || !given.weight_output ? a.R : 0}};
   run_team(a, plan, threads, kernels().search, rooms);
   return {words, word_scores, lengths, scores, weights};
 }

@@ -37,7 +37,7 @@ struct Words {
 struct Search : Words {
   Dtype dtype;
   int64_t B, T;                  // sentences, and their hypotheses: T is the beam
-  int64_t begin, end, most;      // at most `most` words, the first after `begin`
+  int64_t begin, end, most;      // at most `most` words, the first after `begin`; an end of -1 is none
   int64_t X, unknown;            // words that only a source has, from V on, are read as `unknown`
   int64_t beam, n_best, groups;  // groups: the parts of the vocabulary that threads share
   RecurrentForward step;
@@ -45,7 +45,7 @@ struct Search : Words {
   double length_penalty, length_bonus, coverage_penalty;
   int64_t min_length, no_repeat_ngram, prefix_length;
   View word_mask;         // bool [1 or B, V + X] or absent: false for words that may not come
-  View prefix;            // int64 [B, prefix_length]: the first words, -1 after them
+  View prefix;            // int64 [B, prefix_length]: words of the first steps, -1 for any
   const double* numbers;  // [B, beam, most] in [0, 1): words are drawn by them; or null: the best are taken
   double temperature, top_p;
   int64_t top_k;
@@ -54,7 +54,7 @@ struct Search : Words {
   // number, [B]; for each key its word's index among them, or -1, [B, Tk].
   const int64_t *source_words, *source_count, *source_index;
   View weight_pointer, bias_pointer;  // [1, R], [1]
-  View read;                          // scratch [B, beam, R], with a readout
+  View read;                          // scratch [B, beam, R], unless attentional vectors are scored
   int64_t *words, *lengths;           // out [B, n_best, most] and [B, n_best]; a length is -1 after NaN
   View word_scores, scores;           // out [B n_best, most], the words' log-probabilities, and [B, n_best]
   View weights;                       // out [B n_best, most, Tk], or absent

@@ -160,7 +160,9 @@ class BeamSearch {
       const RecurrentForward step = step_at(t);
       Forwards<C>(step, plan, member, room.packed.layer, own, room.rounded).take_steps();
       if (a.weight_readout.data) read_out(step);
-      const View output = a.weight_readout.data ? View{a.read.data, a.R} : step.attentional;
+      else if (!step.weight_output.data) join(step);
+      const bool reads = a.weight_readout.data || !step.weight_output.data;
+      const View output = reads ? View{a.read.data, a.R} : step.attentional;
       Factor<C> outputs[] = {factor(of_step<C>(output, 0, 0), a.R)};
       round_factors(step, plan, member, room.rounded, outputs);
       member.share(blocks(step, plan, groups), [&](int64_t item) { score(step, outputs[0], t, item); });
@@ -276,6 +278,17 @@ class BeamSearch {
     });
   }
 
+  // Join the state, the context and the word, up to R features.
+  void join(const RecurrentForward& step) {
+    const View all[] = {last_level<C>(step).states, step.contexts, step.input};
+    const int64_t sizes[] = {step.H, step.Dv, step.E};
+    member.share(step.B, [&](int64_t r) {
+      C* to = static_cast<C*>(a.read.data) + r * a.R;
+      for (int64_t i = 0, left = a.R; left > 0; left -= sizes[i], to += sizes[i], ++i)
+        __builtin_memcpy(to, row<C>(all[i], r), sizes[i] * sizeof(C));
+    });
+  }
+
   // Return the sentence of a row of the hypotheses that are left.
   int64_t sentence_of(int64_t r) const { return room.sentence[r / K]; }
 
@@ -311,7 +324,7 @@ class BeamSearch {
           keep_source(of_row, s, panel, logits);
         }
         add_bias(bias_of(s) + panel * P, logits);
-        if (a.end / P == panel) room.of_end[of_row] = logits[a.end % P];
+        if (a.end >= 0 && a.end / P == panel) room.of_end[of_row] = logits[a.end % P];
         if (word >= 0 && word / P == panel) room.of_forced[of_row] = logits[word % P];
         lanes[r].add(logits);
         if (a.numbers) {
@@ -502,7 +515,7 @@ class BeamSearch {
     constexpr C never = -(C)__builtin_inf();
     if (shift == __builtin_inf()) return {never, -1, 0};
     if (next >= 0) return {score_of(r, s, next, room.of_forced[r], shift), next, 0};
-    const bool may_end = t >= a.min_length;
+    const bool may_end = a.end >= 0 && t >= a.min_length;
     if (t + 1 >= a.limits[s])
       return {may_end ? score_of(r, s, a.end, room.of_end[r], shift) : never, a.end, 0};
     const int64_t at = s * K + r % K, n = room.words_of_row(a);
@@ -511,7 +524,7 @@ class BeamSearch {
       store(scores + c, c < room.padded_words() ? load(scores + c) + (C)shift : splat(never));
     for (int64_t j = 0; copies() && j < a.source_count[s]; ++j)
       scores[a.source_words[s * a.step.Tk + j]] = room.of_source[r * a.step.Tk + j];
-    if (!may_end) scores[a.end] = never;
+    if (!may_end && a.end >= 0) scores[a.end] = never;
     for (int64_t i = 0; a.no_repeat_ngram && i < room.repetitions[at]; ++i)
       scores[room.repeated[at * a.most + i]] = never;
     auto* const odds = static_cast<C*>(own);
@@ -540,7 +553,7 @@ class BeamSearch {
         add(next, score_of(r, s, next, room.of_forced[r], shift));
         continue;
       }
-      if (t >= a.min_length) add(a.end, score_of(r, s, a.end, room.of_end[r], shift));
+      if (a.end >= 0 && t >= a.min_length) add(a.end, score_of(r, s, a.end, room.of_end[r], shift));
       if (must_end) continue;
       for (int64_t j = 0; copies() && j < a.source_count[s]; ++j) {
         const int64_t word = a.source_words[s * a.step.Tk + j];
