@@ -562,11 +562,50 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
     ("attnfast/models/seq2seq.py", "tests/test_search.py"): {
         "Seq2Seq._select_search_backend": [("PAD not in constraints.forbidden or", "")],
         "Seq2Seq._search_inputs": [
-            ("begin=constraints.start,", "begin=constraints.end,"),
             ("embedding_scale=words.embedding_dim**0.5,", ""),
-            ("words.num_embeddings + source.num_oov", "words.num_embeddings"),
             ('"unknown": UNK,', ""),
         ],
+    },
+    ("attnfast/nn/_fused_search.py", "tests/test_search.py tests/test_speech.py"): {
+        "search_inputs": [
+            ("begin=constraints.start,", "begin=constraints.end,"),
+            ("len(embedding) + num_oov)", "len(embedding))"),
+            ("state.hidden, state.cell", "state.hidden, state.hidden"),
+        ],
+    },
+    (
+        "attnfast/integrations/search_model.py", "tests/integrations/test_search_model.py",
+    ): {
+        "DecoderParts.search_inputs": [("embedding_scale=self.scale", "embedding_scale=1.0")],
+        "find_words": [
+            ("steps + 1", "steps + 2"),
+            ("prefix=given", "prefix=None"),
+            ("not bool((start == start[0]).all())", "False"),
+            ("if (found.lengths < 0).any():", "if False:"),
+        ],
+        "SearchModel.encode": [("if any(", "if False and any(")],
+        "SearchModel.decode": [
+            ("[..., : output.in_features]", "[..., -output.in_features :]"),
+            ("(0, fed)", "(fed, 0)"),
+            ("last[:, -1]", "None"),
+        ],
+        "make_search_model": [("if len(known) != 1:", "if not known:")],
+    },
+    ("attnfast/integrations/projects/onmt.py", "tests/integrations/test_search_model.py"): {
+        "search": [
+            ("normalisation=attention.attn_func", ""),
+            ("feed=feed", ""),
+        ],
+        "search_opennmt": [("len(tables) != 1 or", "")],
+        "search_eole": [("or table.normalize", "")],
+    },
+    ("attnfast/integrations/projects/joeynmt.py", "tests/integrations/test_search_model.py"): {
+        "described": [("attention, scale), memory", "attention), memory")],
+        "search": [("states[order.argsort()]", "states[order]")],
+    },
+    ("attnfast/integrations/projects/bentrevett.py", "tests/integrations/test_search_model.py"): {
+        "search": [("create_mask(words)[back]", "create_mask(words)")],
+        "Steps.forward": [("given[:, predicted] = -1", "given[:] = -1")],
     },
     ("attnfast/decoding/_constraints.py", "tests/test_models.py -k 'limit'"): {
         "output_limit": [
@@ -1220,9 +1259,12 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
             (".movedim(0, 2)", ".movedim(0, 1)"),
         ],
     },
+    ("attnfast/integrations/projects/d2l.py", "tests/integrations/test_search_model.py"): {
+        "parts_of": [(".roll(-attention.W_k.in_features, 1)", "")],
+        "Model.predict_step": [("every[-1:]", "every")],
+    },
     ("attnfast/integrations/projects/d2l.py", "tests/integrations/test_decoders.py -k d2l"): {
         "Decoder.forward": [
-            (".roll(-source.shape[2], 1)", ""),
             ("valid_lens is not None and valid_lens.dim() != 1", "False"),
             ("attention.attention_weights = self._attention_weights[-1]", "pass"),
         ],
@@ -1706,7 +1748,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         ],
         "draw_row": [
             ("if (t + 1 >= a.limits[s]) return", "if (false) return"),
-            ("if (!may_end) scores[a.end] = never;", ""),
+            ("if (!may_end && a.end >= 0) scores[a.end] = never;", ""),
             ("a.numbers[at * a.most + t]", "a.numbers[at * a.most]"),
             ("scores[room.repeated[at * a.most + i]] = never;", ""),
             ("c < room.padded_words() ? load(scores + c) + (C)shift : splat(never)",
@@ -1718,7 +1760,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
             ("if (word != a.end && !repeats(r, word))", ""),
             ("if (copies() && is_source(s, find_source(s, word), word)) continue;", ""),
             ("(word == a.end ? (C)0 : (C)a.length_bonus)", "(C)a.length_bonus"),
-            ("if (t >= a.min_length) add(", "add("),
+            ("if (a.end >= 0 && t >= a.min_length)", "if (a.end >= 0)"),
             ("if (next >= 0) {", "if (false) {"),
         ],
         "continue_beam": [

@@ -35,6 +35,9 @@ ABSENT = {
     "for those who write adapters, with what they read from another project's module": (
         "Adapter.*|ProbeInputs.*|UnsupportedCall|attend_to_source|batch_first|cached_per_source|keep_in_graph|promote_dtype|project.*"
     ),
+    "for another project's modules, which answer in tests/integrations/test_search_model.py": (
+        "SearchModel.*|make_search_model"
+    ),
     "files of recordings, which answer in tests/test_speech.py": "read_wav|read_recordings",
     "checks of the package's own": "check_memory",
     "it runs what it is given, and answers in tests/test_explain.py": "explain",

@@ -390,6 +390,13 @@ def test_empty_batches_and_shortest_limits(find):
     assert stuck.scores.isneginf().all()
 
 
+def test_a_prefix_may_be_longer_than_other_sentences():
+    """Table's limit is two words more than the source has."""
+    prefix = [[4] * 20, [5]]
+    found = greedy_search(Table(), START, LENGTHS, prefix=prefix)
+    assert found.best[0] == prefix[0] and found.finished.all()
+
+
 def test_fewer_sentences_than_asked_for():
     found = beam_search(Table(), START, LENGTHS, 9, n_best=9, max_length=1)
     assert (found.lengths > 0).sum(1).tolist() == [4, 4]

@@ -692,8 +692,9 @@ def test_other_models_search_step_by_step(monkeypatch):
     greedy_search(*model_and_sources("bahdanau", False, backend="reference"))
     made, *sources = model_and_sources("bahdanau", False)
     greedy_search(made.train(), *sources)
+    greedy_search(made.eval(), *sources, forbidden=(1, 2))
     made.embedding.max_norm = 1.0
-    greedy_search(made.eval(), *sources)
+    greedy_search(made, *sources)
     made.embedding.max_norm = None
     made.dropout.train()
     greedy_search(made, *sources)
@@ -806,6 +807,13 @@ def test_a_beam_of_one_is_greedy_in_half_types_too(attention, dtype):
     """Where many scores of single steps are equal, of which a beam takes any."""
     made, *sources = model_and_sources(attention, False)
     assert beam_search(made.to(dtype), *sources, 1).best == greedy_search(made, *sources).best
+
+
+def test_options_are_left_as_they_are():
+    made, source, lengths = model_and_sources("bahdanau", False)
+    mask = torch.ones(60, dtype=torch.bool)
+    greedy_search(made, source, lengths, word_mask=mask)
+    assert mask.all()
 
 
 def test_a_damaged_model_is_refused():

@@ -13,17 +13,20 @@ from attnfast.integrations.helpers import (
 )
 from attnfast.integrations.registry import ADAPTERS, register_adapter
 from attnfast.integrations.replace import Report, replace
+from attnfast.integrations.search_model import SearchModel, make_search_model
 
 __all__ = [
     "ADAPTERS",
     "Adapter",
     "ProbeInputs",
     "Report",
+    "SearchModel",
     "UnsupportedCall",
     "attend_to_source",
     "batch_first",
     "cached_per_source",
     "keep_in_graph",
+    "make_search_model",
     "project",
     "project_both",
     "project_joined",

@@ -142,6 +142,8 @@ class Adapter:
         skip_reason: returns the reason for skipping a module, or None.
         note: a difference from the original, if any, for the report.
         dtype: the dtype of the example.
+        search: ``search(module, *modules)`` returns how :func:`make_search_model` encodes sources:
+            for a whole decoder, and the modules among which it was found.
 
     Raises:
         TypeError: ``implementation`` is not a class, or a name is not a string.
@@ -175,6 +177,7 @@ class Adapter:
     skip_reason: Callable[[Any], str | None] = lambda module: None
     note: str = ""
     dtype: torch.dtype = torch.float64
+    search: Callable[..., Any] | None = None
 
     def __post_init__(self) -> None:
         """Raise unless ``implementation`` is a class and the names are lists of strings."""
@@ -217,6 +220,11 @@ class Adapter:
     def fits(self, module: nn.Module) -> bool:
         """Return whether the module's class and parameter names match the adapter's."""
         return self.named_class(module) is not None and not any(self.mismatches(module))
+
+
+def adapter_serving(module: nn.Module) -> Adapter | None:
+    """Return the adapter whose methods the module has, or None."""
+    return getattr(type(module), "_attnfast_adapter", None)
 
 
 def arguments(module: nn.Module, name: str = "forward") -> dict[str, inspect.Parameter]:

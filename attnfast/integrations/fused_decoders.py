@@ -27,6 +27,7 @@ __all__ = [
     "is_plain_table",
     "last_states",
     "linear_of",
+    "make_attention",
     "run_decoder",
     "state_of",
 ]
@@ -181,22 +182,16 @@ def apply_mask(states: Tensor, mask: Tensor | None) -> Tensor:
     return states if mask is None else states * mask
 
 
-def run_decoder(
-    layer: Layer,
-    input: Tensor,
-    state: RecurrentState,
+def make_attention(
     query_proj: nn.Module | None,
-    memory: Memory,
     scale: float = 1.0,
     kind: type[nn.Module] = LuongAttention,
     terms: dict[str, Any] | None = None,
     gate: nn.Linear | None = None,
-    **options: Any,
-) -> LayerOutputs:
-    """Run the layer over ``input [B, T, E]``; the memory determines the score.
+) -> Any:
+    """Return a module of attention whose memory determines the score.
 
     Args:
-        layer, input, state, memory, options: as in :func:`attnfast.nn._fused_rnn.run_layer`.
         query_proj: the projection of the query, None for the identity.
         scale: multiplies the score.
         kind: the class of the attention, one with a history if the score has one.
@@ -214,4 +209,26 @@ def run_decoder(
         inner, attention = attention, GatedAttention.__new__(GatedAttention)
         nn.Module.__init__(attention)
         attention.attention, attention.gate = inner, gate
+    return attention
+
+
+def run_decoder(
+    layer: Layer,
+    input: Tensor,
+    state: RecurrentState,
+    query_proj: nn.Module | None,
+    memory: Memory,
+    scale: float = 1.0,
+    kind: type[nn.Module] = LuongAttention,
+    terms: dict[str, Any] | None = None,
+    gate: nn.Linear | None = None,
+    **options: Any,
+) -> LayerOutputs:
+    """Run the layer over ``input [B, T, E]``; the memory determines the score.
+
+    Args:
+        layer, input, state, memory, options: as in :func:`attnfast.nn._fused_rnn.run_layer`.
+        query_proj, scale, kind, terms, gate: as in :func:`make_attention`.
+    """
+    attention = make_attention(query_proj, scale, kind, terms, gate)
     return run_layer(layer, input, state, attention, memory, need_weights=True, **options)

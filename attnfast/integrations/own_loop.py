@@ -182,5 +182,5 @@ def own_loop(
     OwnLoop = type("OwnLoop", (), {method: run})
     return replace(
         adapter, name=f"{adapter.name} with its own loop", implementation=OwnLoop,
-        skip_reason=skip_reason,
+        skip_reason=skip_reason, search=None,
     )  # fmt: skip

@@ -14,11 +14,11 @@ from torch import nn
 
 from attnfast._utils.dispatch_log import record
 from attnfast._utils.torch_private import has_global_hooks, is_transformed
-from attnfast.integrations.adapter import Adapter, UnsupportedCall
+from attnfast.integrations.adapter import Adapter, UnsupportedCall, adapter_serving
 from attnfast.integrations.cache import PLACE
 from attnfast.integrations.registry import ADAPTERS
 
-__all__ = ["adapter_serving", "patch", "unpatch"]
+__all__ = ["patch", "unpatch"]
 
 
 _set_class = object.__dict__["__class__"].__set__  # even if a class overrides attribute access
@@ -208,8 +208,3 @@ def unpatch(module: nn.Module) -> None:
     if own is not None:
         _set_class(module, own)
         module.__dict__.pop(PLACE, None)
-
-
-def adapter_serving(module: nn.Module) -> Adapter | None:
-    """Return the adapter whose methods the module has, or None."""
-    return getattr(type(module), "_attnfast_adapter", None)

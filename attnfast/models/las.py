@@ -32,7 +32,7 @@ from attnfast.models._checks import (
 from attnfast.models._search import select_search_backend
 from attnfast.models.encoders import Encoder
 from attnfast.nn import AttentionLSTM, Memory, RecurrentState
-from attnfast.nn._fused_rnn import attention_arguments
+from attnfast.nn._fused_search import search_inputs
 from attnfast.nn._linear import linear
 from attnfast.nn.attention import check_sizes
 from attnfast.ops.arguments import length_mask
@@ -287,19 +287,9 @@ class ListenAttendSpell(nn.Module):
         )  # fmt: skip
         if backend is None:
             return None, None, reason
-        layer, letters, limits = self.decoder._layer(0), self.embedding, constraints.limits
-        most = int(limits.max()) if len(limits) else 0
-        steps = letters.weight.new_empty(len(limits), most, 0)
-        terms, _ = attention_arguments(
-            self.decoder.attention, encoded.memory, backend, state.history, steps
-        )
-        call = SearchInputs(
-            letters.weight, self.output.weight, limits.long(), state.hidden[0],  # type: ignore[index]
-            layer.weight_ih, layer.weight_hh, state.cell[0], state.feed,  # type: ignore[arg-type, index]
-            bias_ih=layer.bias_ih, bias_hh=layer.bias_hh, bias_vocab=self.output.bias,
-            weight_readout=self.readout.weight, bias_readout=self.readout.bias, mode=layer.mode,
-            attends_first=layer.attends_first, begin=constraints.start, end=constraints.end,
-            most=most, **terms, **constraints.for_operator(letters.num_embeddings),
+        call = search_inputs(
+            self.decoder._layer(0), self.decoder.attention, encoded.memory, state, constraints,
+            backend, self.embedding.weight, self.output.weight, self.output.bias, self.readout,
         )  # fmt: skip
         return call, backend, ""
 

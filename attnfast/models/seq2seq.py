@@ -29,7 +29,7 @@ from attnfast.models._checks import (
 from attnfast.models._search import select_search_backend
 from attnfast.models.decoders import BahdanauDecoder, LuongDecoder, state_shape, summary
 from attnfast.nn import CoverageAttention, Memory, PointerGenerator
-from attnfast.nn._fused_rnn import attention_arguments
+from attnfast.nn._fused_search import search_inputs
 from attnfast.nn._layer import RecurrentState
 from attnfast.nn._linear import is_plain, linear, not_plain_reason
 from attnfast.nn.attention import check_sizes
@@ -204,32 +204,18 @@ class Seq2Seq(nn.Module):
         backend, reason = self._select_search_backend(source, state, constraints)
         if backend is None:
             return None, None, reason
-        decoder, words, limits = self.decoder, self.embedding, constraints.limits
-        layer, readout = decoder.parts()
-        most = int(limits.max()) if len(limits) else 0
-        steps = words.weight.new_empty(len(limits), most, 0)
-        terms, _ = attention_arguments(
-            decoder.attention, source.memory, backend, state.history, steps
-        )
+        layer, readout = self.decoder.parts()
+        words = self.embedding
         copying: dict[str, Any] = {}
         if self.pointer is not None:
             copying = {
                 "weight_pointer": self.pointer.gate.weight, "bias_pointer": self.pointer.gate.bias,
                 "source": source.words.long(), "num_oov": source.num_oov, "unknown": UNK,
             }  # fmt: skip
-        call = SearchInputs(
-            words.weight, words.weight, limits.long(), state.hidden,
-            layer.weight_ih, layer.weight_hh, state.cell, state.feed,  # type: ignore[arg-type]
-            bias_ih=layer.bias_ih, bias_hh=layer.bias_hh, bias_vocab=self.bias,
-            weight_output=getattr(layer.output, "weight", None),
-            bias_output=getattr(layer.output, "bias", None),
-            weight_readout=getattr(readout, "weight", None),
-            bias_readout=getattr(readout, "bias", None),
-            weight_ih_upper=layer.weight_ih_upper, mode=layer.mode,
-            attends_first=layer.attends_first, begin=constraints.start, end=constraints.end,
-            most=most,
-            embedding_scale=words.embedding_dim**0.5, **terms, **copying,
-            **constraints.for_operator(words.num_embeddings + source.num_oov),
+        call = search_inputs(
+            layer, self.decoder.attention, source.memory, state, constraints, backend,
+            words.weight, words.weight, self.bias, readout,
+            embedding_scale=words.embedding_dim**0.5, **copying,
         )  # fmt: skip
         return call, backend, ""
 

@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch import nn
 
+from attnfast._utils.dispatch_log import record
 from attnfast.decoding import Memory
 from attnfast.integrations.adapter import Adapter, UnsupportedCall, arguments
 from attnfast.integrations.fused_decoders import (
@@ -22,6 +23,7 @@ from attnfast.integrations.fused_decoders import (
     run_decoder,
 )
 from attnfast.integrations.helpers import attend_to_source, batch_first, is_plain, project_both
+from attnfast.integrations.search_model import DecoderParts, find_words
 from attnfast.nn._layer import Layer, RecurrentState
 
 
@@ -45,6 +47,20 @@ class Bentrevett:
         )[1]
 
 
+def described(self, hidden, source, mask):
+    """Return the parts of a decoder, and the memory of its source."""
+    linear, weight = parts(self.attention)
+    _, key = project_both(self.attention, linear, hidden, source)
+    memory = Memory(
+        key, source, mask=None if mask is None else (mask != 0).unsqueeze(1),
+        score_vector=weight.view(-1), score="tanh",
+    )  # fmt: skip
+    query = linear_of(linear.weight[:, : hidden.shape[1]], linear.bias)
+    output = self.fc_out if hasattr(self, "fc_out") else self.out
+    layer = Layer.of(self.rnn)
+    return DecoderParts(layer, query, self.embedding, output, self.attention), memory
+
+
 class Steps:
     """c = attend(h), h = cell([x; c], h), y = W [h; c; x] + b, for all words x of a target."""
 
@@ -54,16 +70,10 @@ class Steps:
         At the steps ``predicted`` the word is the prediction of the step before. These words are
         computed first, without gradients, so that one operator then runs all steps.
         """
-        linear, weight = parts(self.attention)
         source = batch_first(self.attention, encoder_outputs)
-        _, key = project_both(self.attention, linear, hidden, source)
-        memory = Memory(
-            key, source, mask=None if mask is None else (mask != 0).unsqueeze(1),
-            score_vector=weight.view(-1), score="tanh",
-        )  # fmt: skip
-        query = linear_of(linear.weight[:, : hidden.shape[1]], linear.bias)
-        output = self.fc_out if hasattr(self, "fc_out") else self.out
-        layer, words, E = Layer.of(self.rnn), input.T, self.embedding.embedding_dim
+        decoder, memory = described(self, hidden, source, mask)
+        layer, query, output = decoder.layer, decoder.query_proj, decoder.output
+        words, E = input.T, self.embedding.embedding_dim
         (dropped,) = draw_masks(len(input), hidden, [StepDropout.of(self.dropout, E)])
 
         def steps_of(first, stop, state):
@@ -72,8 +82,17 @@ class Steps:
             steps = run_decoder(layer, x, state, query, memory)
             return steps, torch.cat([steps.states, steps.contexts, x], 2)
 
+        words, state, first = words.clone(), RecurrentState(hidden), 0
+        if predicted and dropped is None:
+            given = words.clone()
+            given[:, predicted] = -1
+            steps = len(input) - 1
+            try:
+                words[:, 1:] = find_words(decoder, memory, state, words[:, 0], steps, given[:, 1:])
+                predicted = []
+            except UnsupportedCall as error:  # single steps follow
+                record("words of a model", "step by step", str(error))
         with torch.no_grad():
-            words, state, first = words.clone(), RecurrentState(hidden), 0
             for t in predicted:
                 steps, features = steps_of(first, t, state)
                 words[:, t] = output(features[:, -1]).argmax(1)
@@ -110,6 +129,22 @@ def translated(self, trg, ratio, *sources):
     )
     zeros = torch.zeros(1, B, decoder.output_dim, device=self.device)
     return torch.cat([zeros, steps]).to(zeros.dtype)
+
+
+def search(model, *_):
+    def encode(source, lengths):
+        decoder = model.decoder
+        order = lengths.argsort(descending=True, stable=True)  # as for packed sources
+        back = order.argsort()
+        words = source[order].T
+        sizes = [lengths[order].cpu()][: "src_len" in arguments(model)]
+        states, hidden = model.encoder(words, *sizes)
+        mask = model.create_mask(words)[back] if hasattr(model, "create_mask") else None
+        states = batch_first(decoder.attention, states)[back]
+        parts, memory = described(decoder, hidden[back], states, mask)
+        return parts, memory, RecurrentState(hidden[back])
+
+    return encode
 
 
 class Model:
@@ -211,6 +246,7 @@ ADAPTERS = [
             example=partial(translate, packed=packed),
             weight_scale=2.0,  # a recurrence amplifies rounding errors
             skip_reason=loop_skip_reason,
+            search=search,
             note=f"a row without keys has weights 0 instead of equal ones; {LOOP}",
         )
         for edition, implementation, packed in (

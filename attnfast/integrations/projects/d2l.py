@@ -15,6 +15,7 @@ from attnfast.integrations.fused_decoders import (
     state_of,
 )
 from attnfast.integrations.helpers import attend_to_source, project
+from attnfast.integrations.search_model import DecoderParts, find_words
 from attnfast.nn._layer import Layer
 from attnfast.ops.arguments import length_mask
 
@@ -53,31 +54,67 @@ class Dot:
         return attended(self, queries, keys, values, valid_lens, scale=scale)
 
 
+def parts_of(decoder):
+    """Return the decoder's parts; its cells read [c; x]."""
+    layer, attention = Layer.of(decoder.rnn), decoder.attention
+    if layer.weight_ih is not None:
+        layer = layer._replace(weight_ih=layer.weight_ih.roll(-attention.W_k.in_features, 1))
+    return DecoderParts(layer, attention.W_q, decoder.embedding, decoder.dense, attention)
+
+
+def memory_of(attention, source, valid_lens):
+    """Return the memory of a decoder's source."""
+    key, lengths = project(attention, "key", attention.W_k, source), None
+    if valid_lens is not None:
+        lengths = seen(key, valid_lens).sum(1)
+    return Memory(key, source, lengths, score_vector=attention.w_v.weight[0], score="tanh")
+
+
 class Decoder:
     """c = attend(h), h = cell([c; x], h)."""
 
     def forward(self, X, state):
         source, hidden, valid_lens = state
-        layer, attention, lengths = Layer.of(self.rnn), self.attention, None
-        parts = [attention.W_q, attention.W_k, attention.w_v, attention.dropout]
+        parts, attention = parts_of(self), self.attention
+        layer = parts.layer
+        inner = [attention.W_q, attention.W_k, attention.w_v, attention.dropout]
         drops = self.rnn.training and self.rnn.dropout > 0 and self.rnn.num_layers > 1
         several = valid_lens is not None and valid_lens.dim() != 1
-        reason = fusion_skip_reason(layer, X.shape[1], source, [hidden], attention, *parts)
+        reason = fusion_skip_reason(layer, X.shape[1], source, [hidden], attention, *inner)
         if several or drops:
             reason = "valid_lens are those of each query" if several else "its layers have dropout"
         if reason:
             raise UnsupportedCall(reason)
-        key, weight = project(attention, "key", attention.W_k, source), attention.w_v.weight[0]
-        if valid_lens is not None:
-            lengths = seen(key, valid_lens).sum(1)
-        steps = run_decoder(
-            layer._replace(weight_ih=layer.weight_ih.roll(-source.shape[2], 1)),  # for [x; c]
-            self.embedding(X), state_of(hidden), attention.W_q,
-            Memory(key, source, lengths, score_vector=weight, score="tanh"),
-        )  # fmt: skip
+        memory = memory_of(attention, source, valid_lens)
+        steps = run_decoder(layer, self.embedding(X), state_of(hidden), attention.W_q, memory)
         self._attention_weights = list(steps.weights.split(1, 1))
         attention.attention_weights = self._attention_weights[-1]
         return self.dense(steps.output), [source, last_states(steps.states), valid_lens]
+
+
+def search(decoder, model):
+    def encode(source, lengths):
+        states, hidden, valid_lens = decoder.init_state(model.encoder(source, lengths), lengths)
+        return parts_of(decoder), memory_of(decoder.attention, states, valid_lens), state_of(hidden)
+
+    return encode
+
+
+class Model:
+    """The most probable words."""
+
+    def predict_step(self, batch, device, num_steps, save_attention_weights=False):
+        source, target, lengths, _ = (x.to(device) for x in batch)
+        decoder, attention = self.decoder, self.decoder.attention
+        if decoder.training:
+            raise UnsupportedCall("its decoder is in training mode")
+        state = decoder.init_state(self.encoder(source, lengths), lengths)
+        memory = memory_of(attention, state[0], state[2])
+        words = find_words(parts_of(decoder), memory, state_of(state[1]), target[:, 0], num_steps)
+        decoder(torch.cat([target[:, :1], words[:, :-1]], 1), state)  # for its weights
+        every = decoder._attention_weights
+        decoder._attention_weights = every[-1:]
+        return words, [[x] for x in every] if save_attention_weights else []
 
 
 def example(attention, draw, query=4, key=4):
@@ -102,6 +139,16 @@ def translate(decoder, draw):
             for T in draw.steps(4, 1, 2):
                 out, state = decoder(draw.words(words, B, T), state)
                 yield out, list(state), list(decoder._attention_weights)
+
+
+def predict(model, draw):
+    words = model.encoder.embedding.num_embeddings, model.decoder.embedding.num_embeddings
+    for lengths in draw.sources((5, 2, 4), (3, 1)):
+        B, Tk = len(lengths), max(lengths)
+        source, target = draw.words(words[0], B, Tk), draw.words(words[1], 1, 3).expand(B, 3)
+        batch = source, target, draw.numbers(*lengths), target
+        for steps in draw.steps(4, 1):
+            yield model.predict_step(batch, draw.device, steps)[0]
 
 
 DISTRIBUTIONS = ["d2l"]
@@ -137,6 +184,22 @@ ADAPTERS = [
         example=translate,
         weight_scale=4.0,  # a recurrence amplifies rounding errors
         skip_reason=lambda decoder: gru_skip_reason(decoder.rnn),
+        search=search,
         note=f"{EMPTY}; {LOOP}, and training with dropout",
+    ),
+    Adapter(
+        name="d2l's EncoderDecoder",
+        implementation=Model,
+        classes=["d2l.torch.Seq2Seq", "d2l.torch.EncoderDecoder"],
+        parameters=[
+            *("encoder.*", "decoder.embedding.weight", "decoder.rnn.*", "decoder.dense.*"),
+            *("decoder.attention.W_k.weight", "decoder.attention.W_q.weight"),
+            "decoder.attention.w_v.weight",
+        ],
+        attention="decoder.attention",
+        example=predict,
+        weight_scale=2.0,  # a recurrence amplifies rounding errors
+        skip_reason=lambda model: gru_skip_reason(model.decoder.rnn),
+        note="predict_step finds all words at once, in evaluation mode",
     ),
 ]

@@ -21,8 +21,10 @@ from attnfast.integrations.fused_decoders import (
     state_of,
 )
 from attnfast.integrations.helpers import attend_to_source, is_plain, project
+from attnfast.integrations.search_model import DecoderParts
 from attnfast.nn._fused_rnn import run_layer
 from attnfast.nn._layer import Layer
+from attnfast.ops.arguments import length_mask
 
 
 class Luong:
@@ -47,6 +49,37 @@ class Bahdanau(Luong):
     def score(self, query):
         self.compute_proj_query(query)
         return self.proj_query, self.energy_layer.weight
+
+
+def described(decoder, source, mask, embeddings=None):
+    """Return the parts of a decoder, and the memory of its source with projected keys."""
+    attention, output = decoder.attention, decoder.att_vector_layer
+    query, size = getattr(attention, "query_layer", None), decoder.rnn.hidden_size
+    rolled = linear_of(output.weight.roll(-size, 1), output.bias)  # for [c; h]
+    layer = Layer.of(decoder.rnn, output=rolled, attends_first=False)
+    memory = Memory(attention.proj_keys, source, mask=mask > 0)
+    if query is not None:
+        weight = attention.energy_layer.weight[0]
+        memory = memory._replace(score_vector=weight, score="tanh")
+    scale = 1.0 if embeddings is None or not embeddings.scale else embeddings.embedding_dim**0.5
+    table = getattr(embeddings, "lut", None)
+    return DecoderParts(layer, query, table, decoder.output_layer, attention, scale), memory
+
+
+def search(decoder, model):
+    def encode(source, lengths):
+        order = lengths.argsort(descending=True, stable=True)  # as for packed sources
+        mask = length_mask(lengths, source.shape[1]).unsqueeze(1)
+        states, last = model._encode(
+            src=source[order], src_length=lengths[order], src_mask=mask[order]
+        )
+        states, last = states[order.argsort()], last[order.argsort()]
+        decoder.attention.compute_proj_keys(states)
+        parts, memory = described(decoder, states, mask, model.trg_embed)
+        hidden = decoder._init_hidden(last)
+        return parts, memory, state_of(*(hidden if isinstance(hidden, tuple) else (hidden,)))
+
+    return encode
 
 
 class Decoder:
@@ -90,20 +123,14 @@ class Decoder:
         state = state_of(*states, feed=feed[0][0] if feed else None)
         weight = None if query is None else attention.energy_layer.weight
         if self.input_feeding:
-            rolled = linear_of(output.weight.roll(-rnn.hidden_size, 1), output.bias)  # for [c; h]
-            memory = Memory(key, encoder_output, mask=src_mask > 0)
-            if weight is not None:
-                memory = memory._replace(score_vector=weight[0], score="tanh")
+            parts_of_all, memory = described(self, encoder_output, src_mask)
             masks = {"dropout_between": layer_masks}
             if input_mask is not None:
                 input_mask, masks["dropout_feed"] = input_mask.tensor_split((words.shape[2],), -1)
                 words = words * input_mask
             if joined_mask is not None:
                 masks["dropout_joined"] = joined_mask.roll(-rnn.hidden_size, -1)
-            steps = run_decoder(
-                layer._replace(output=rolled, attends_first=False), words, state, query, memory,
-                **masks,
-            )  # fmt: skip
+            steps = run_decoder(parts_of_all.layer, words, state, query, memory, **masks)
             vectors, weights = steps.attentional, steps.weights
         else:
             words = apply_mask(words, input_mask)
@@ -182,6 +209,7 @@ ADAPTERS = [
         skip_reason=lambda decoder: (
             None if decoder.activation is torch.tanh else "its attentional vectors have no tanh"
         ),
+        search=search,
         note=f"{COMMON['note']}; {LOOP}",
     ),
 ]

@@ -22,6 +22,7 @@ from attnfast.integrations.fused_decoders import (
 )
 from attnfast.integrations.helpers import attend_to_source, is_plain, project, project_joined
 from attnfast.integrations.own_loop import own_loop
+from attnfast.integrations.search_model import DecoderParts
 from attnfast.nn._layer import Layer
 from attnfast.ops.arguments import length_mask
 
@@ -87,15 +88,19 @@ def stack_of(self, T, enc_out):
     return layer
 
 
+def memory_of(attention, source, **seen):
+    """Return the projection of queries, and the memory of a source."""
+    if attention.attn_type == "mlp":
+        key = project(attention, "key", attention.linear_context, source)
+        memory = Memory(key, source, score_vector=attention.v.weight[0], score="tanh", **seen)
+        return attention.linear_query, memory
+    return getattr(attention, "linear_in", None), Memory(source, source, **seen)
+
+
 def unrolled(self, layer, words, source, **seen):
     """Return the last states, the attentional vectors and the weights of all words."""
     attention = self.attn
-    if attention.attn_type == "mlp":
-        query = attention.linear_query
-        key = project(attention, "key", attention.linear_context, source)
-        memory = Memory(key, source, score_vector=attention.v.weight[0], score="tanh", **seen)
-    else:
-        query, memory = getattr(attention, "linear_in", None), Memory(source, source, **seen)
+    query, memory = memory_of(attention, source, **seen)
     feed, above = self.state["input_feed"][0], self.num_layers - 1
     between = nn.Dropout(0.0) if self.rnn.dropout is None else self.rnn.dropout
     dropouts = StepDropout.of(between, times=above), StepDropout.of(self.dropout)
@@ -107,6 +112,54 @@ def unrolled(self, layer, words, source, **seen):
     steps = run_decoder(layer, words, state, query, memory, terms=terms, **masks)
     last = [last_states(x) for x in (steps.states, steps.cells) if x is not None]
     return tuple(last), steps.attentional, steps.weights
+
+
+def search(decoder, model, table, read):
+    """Return how a model encodes; ``read(source, lengths)`` returns the states and the mask.
+
+    It starts the decoder's state.
+    """
+    output = model.generator
+    if not is_plain(output, nn.Linear):
+        raise UnsupportedCall("its generator is no plain nn.Linear")
+
+    def encode(source, lengths):
+        states, seen = read(source, lengths)
+        layer, attention = stack_of(decoder, 2, states), decoder.attn
+        query, memory = memory_of(attention, states, **seen)
+        parts = DecoderParts(
+            layer, query, table, output, attention, normalisation=attention.attn_func
+        )
+        feed = decoder.state["input_feed"][0]
+        return parts, memory, state_of(*decoder.state["hidden"], feed=feed)
+
+    return encode
+
+
+def search_opennmt(decoder, model):
+    def read(source, lengths):
+        words = source.unsqueeze(-1)
+        states, final, lengths = model.encoder(words, lengths)
+        decoder.init_state(words, states, final)
+        return states, {"lengths": lengths_of(decoder, states, lengths)}
+
+    tables = decoder.embeddings.make_embedding
+    if len(tables) != 1 or len(tables[0]) != 1:
+        raise UnsupportedCall("its words have features or positions")
+    return search(decoder, model, tables[0][0], read)
+
+
+def search_eole(decoder, model):
+    def read(source, lengths):
+        seen = length_mask(lengths, source.shape[1]).unsqueeze(1)
+        states, final = model.encoder(model.src_emb(source), pad_mask=~seen)
+        decoder.init_state(src=source, enc_out=states, enc_final_hs=final)
+        return states, {"mask": seen}
+
+    table = model.tgt_emb
+    if hasattr(table, "pe") or table.normalize:
+        raise UnsupportedCall("its words have positions, or are normalised")
+    return search(decoder, model, table.embeddings, read)
 
 
 class InputFeed:
@@ -236,9 +289,9 @@ ADAPTERS = [
         **COMMON,
     ),
 ]
-for owner, place, implementation, how in (
-    ("OpenNMT-py", "onmt.decoders.decoder", InputFeed, translate),
-    ("eole", "eole.decoders.rnn_decoder", EoleInputFeed, translate_embedded),
+for owner, place, implementation, how, searched in (
+    ("OpenNMT-py", "onmt.decoders.decoder", InputFeed, translate, search_opennmt),
+    ("eole", "eole.decoders.rnn_decoder", EoleInputFeed, translate_embedded, search_eole),
 ):
     whole = Adapter(
         name=f"{owner}'s InputFeedRNNDecoder",
@@ -250,6 +303,7 @@ for owner, place, implementation, how in (
         example=how,
         weight_scale=4.0,  # a recurrence amplifies rounding errors
         skip_reason=decoder_skip_reason,
+        search=searched,
         note=f"{COMMON['note']}; {LOOP}",
     )
     ADAPTERS += [own_loop(whole, "_run_forward_pass", attention_skip_reason), whole]

@@ -23,6 +23,7 @@ from attnfast.integrations.helpers import (
     project_both,
     promote_dtype,
 )
+from attnfast.integrations.search_model import DecoderParts, find_words
 from attnfast.nn._layer import Layer, RecurrentState
 
 
@@ -46,31 +47,55 @@ def constants(decoder):
     return names.get("MAX_LENGTH"), names.get("SOS_token")
 
 
+def parts_of(decoder):
+    """Return the decoder's parts."""
+    attention = decoder.attention
+    layer = Layer.of(decoder.gru)
+    return DecoderParts(layer, attention.Wa, decoder.embedding, decoder.out, attention)
+
+
+def memory_of(attention, source):
+    """Return the memory of a decoder's source."""
+    key = project(attention, "key", attention.Ua, source)
+    return Memory(key, source, score_vector=attention.Va.weight[0], score="tanh")
+
+
 class TranslationDecoder:
     """c = attend(h), h = cell([x; c], h), for MAX_LENGTH words of a target."""
 
     def forward(self, encoder_outputs, encoder_hidden, target_tensor=None):
         T, start = constants(self)
-        layer, attention, words = Layer.of(self.gru), self.attention, target_tensor
-        states, parts = [encoder_hidden], [getattr(attention, x) for x in PARTS]
-        if words is None or words.shape[1] < T:
-            raise UnsupportedCall("there is no target, or one of fewer words than MAX_LENGTH")
+        parts, attention, words = parts_of(self), self.attention, target_tensor
+        layer, states, inner = parts.layer, [encoder_hidden], [getattr(attention, x) for x in PARTS]
+        if words is not None and words.shape[1] < T:
+            raise UnsupportedCall("its target has fewer words than MAX_LENGTH")
         plain = is_plain_table(self.embedding) and is_plain(self.dropout, nn.Dropout)
         if not plain or not is_plain(self.out):
             raise UnsupportedCall("its embedding, dropout or output layer is no plain module")
-        if reason := fusion_skip_reason(layer, T, encoder_outputs, states, attention, *parts):
+        if reason := fusion_skip_reason(layer, T, encoder_outputs, states, attention, *inner):
             raise UnsupportedCall(reason)
-        words = torch.cat([words.new_full((len(words), 1), start), words[:, : T - 1]], 1)
-        embedded = self.embedding(words)
-        if self.dropout.training and self.dropout.p > 0:  # the random numbers of its own loop
+        memory, state = memory_of(attention, encoder_outputs), RecurrentState(encoder_hidden[0])
+        drops = self.dropout.training and self.dropout.p > 0
+        first = torch.full((len(encoder_outputs),), start, device=encoder_outputs.device)
+        if words is None and drops:
+            raise UnsupportedCall("there is no target, and dropout is on")
+        if words is None:
+            words = find_words(parts, memory, state, first, T - 1)
+        embedded = self.embedding(torch.cat([first.unsqueeze(1), words[:, : T - 1]], 1))
+        if drops:  # the random numbers of its own loop
             embedded = torch.cat([self.dropout(x) for x in embedded.split(1, 1)], 1)
-        key = project(attention, "key", attention.Ua, encoder_outputs)
-        memory = Memory(key, encoder_outputs, score_vector=attention.Va.weight[0], score="tanh")
-        state = RecurrentState(encoder_hidden[0])
         steps = run_decoder(layer, embedded, state, attention.Wa, memory)
         states = keep_in_graph(steps.states, attention.Va.bias)
         last = steps.states[:, -1].unsqueeze(0)
         return F.log_softmax(self.out(states), -1), last, steps.weights
+
+
+def search(decoder, encoder, *_):
+    def encode(source, lengths):
+        states, hidden = encoder(source)
+        return parts_of(decoder), memory_of(decoder.attention, states), RecurrentState(hidden[0])
+
+    return encode
 
 
 class Chatbot:
@@ -148,7 +173,7 @@ ADAPTERS = [
         example=translate,
         weight_scale=2.0,  # a recurrence amplifies rounding errors
         skip_reason=decoder_skip_reason,
-        note="its own code runs without a target",
+        search=search,
     ),
     Adapter(
         name="the chatbot tutorial's Attn",
