@@ -18,7 +18,8 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from attnfast.models import encoders
-from attnfast.ops import backends
+from attnfast.ops import backends, search_steps
+from attnfast.ops.search import SearchInputs
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 #: Operators that take a CPU's tensor beside a GPU's; of the first, some may be masks.
@@ -77,13 +78,19 @@ class OnGpu(Tensor):
         if name in WAITING or masks:
             refuse_in_a_graph(func)
         run = func
+        if name == "search":
+            with Devices():  # modes are off below the dispatcher
+                return tuple(search_steps.search(SearchInputs(*args)))
         if ours:
             run = getattr(getattr(torch.ops.attnfast_cpu, name), func._overloadname)
         kwargs = {**(kwargs or {}), **({"device": CPU} if "device" in (kwargs or {}) else {})}
         inner = tree_map_only(OnGpu, lambda x: x.cpu_tensor, (args, kwargs))
+        real = inner
+        if captured is not None and func._schema.is_mutable:  # a capture changes no tensor
+            inner = tree_map_only(Tensor, Tensor.clone, inner)
         result = run(*inner[0], **inner[1])
         if captured is not None:
-            captured.append((run, inner, result))
+            captured.append((run, real, result))
         out = tree_map_only(Tensor, OnGpu, result)
         return out if ours else return_and_correct_aliasing(func, args, kwargs, out)
 

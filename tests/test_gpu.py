@@ -4,12 +4,13 @@ The numbers are every test's. tests/test_pretend_gpu.py runs this with what a CP
 """
 
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
 
 import attnfast
-from attnfast.decoding import beam_search
+from attnfast.decoding import beam_search, greedy_search, sample
 from attnfast.decoding import memory as memories
 from attnfast.models import ATTENTIONS, Config, build
 from attnfast.ops.backends import unsupported_reason
@@ -225,3 +226,42 @@ def test_a_translator_learns_and_translates(attention):
     losses = [train_step(model, optimizer, batch, options, rate=0.01) for _ in range(5)]
     assert losses[-1] < losses[0]
     assert len(beam_search(model.eval(), batch.source, batch.lengths).best) == len(pairs)
+
+
+SEARCHES = {
+    "greedy": lambda *args, **more: greedy_search(*args, **more),
+    "beam": lambda *args, **more: beam_search(*args, 4, n_best=3, coverage_penalty=0.2, **more),
+    "sampling": lambda *args, **more: sample(
+        *args, 3, top_k=20, generator=torch.Generator(), **more
+    ),
+}
+
+
+@pytest.mark.parametrize("how", SEARCHES)
+@pytest.mark.parametrize("attention", ["bahdanau", "general", "local", "coverage", "copying"])
+def test_a_search_is_one_graph(attention, how):
+    """Steps after the first replay a graph; the words and numbers are those of the CPU's search."""
+    torch.manual_seed(0)
+    kind = "bahdanau" if attention == "copying" else attention
+    model = build(
+        Config(70, kind, attention == "general", embed_dim=8, hidden_dim=8,
+               pointer_generator=attention == "copying")
+    ).double().eval()  # fmt: skip
+    with torch.no_grad():
+        for x in model.parameters():
+            x.mul_(2)
+    source, lengths = torch.randint(4, 70, (9, 7)), torch.full((9,), 7)  # in one encoder of each
+    more = {"need_weights": True, "min_length": 2, "no_repeat_ngram": 2}
+    find, sources = SEARCHES[how], (source, lengths)
+    want = find(model, *sources, **more)
+    model.cuda()
+    sources = tuple(x.cuda() for x in sources)
+    replays = []
+    replay = torch.cuda.CUDAGraph.replay
+    with mock.patch.object(
+        torch.cuda.CUDAGraph, "replay", lambda graph: replays.append(1) or replay(graph)
+    ):
+        done = attnfast.explain(find, model, *sources, **more)
+    assert "one operator on triton" in str(done) and len(replays) > 5
+    for x, y in zip(done.output, want):
+        torch.testing.assert_close(x.cpu(), y)

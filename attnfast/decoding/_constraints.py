@@ -23,6 +23,7 @@ from attnfast._utils.checks import (
 )
 from attnfast.ops.copying import LOWEST
 from attnfast.ops.operators import accumulation_dtype
+from attnfast.ops.search_steps import repeated_ngrams
 
 #: The ids that every vocabulary of this package starts with.
 PAD, UNK, BOS, EOS = range(4)
@@ -131,25 +132,12 @@ class Constraints(NamedTuple):
         if length < self.min_length:
             hidden |= is_end
         if self.no_repeat_ngram:
-            hidden |= repeated_ngrams(words[:, 1:], self.no_repeat_ngram, len(is_end))
+            hidden |= repeated_ngrams(words[:, 1:], self.no_repeat_ngram, len(is_end), length)
         if self.prefix is not None and length < self.prefix.shape[1]:
             forced = self.prefix[sentence, length].unsqueeze(-1)
             another = torch.arange(len(is_end), device=words.device) != forced
             hidden = torch.where(forced >= 0, another, hidden)
         return hidden
-
-
-def repeated_ngrams(words: Tensor, n: int, V: int) -> Tensor:
-    """Return where a word would end an n-gram that ``words [R, t]`` contain, ``[R, V]``."""
-    R, t = words.shape
-    repeated = torch.zeros(R, V, dtype=torch.bool, device=words.device)
-    if t < n:
-        return repeated
-    ngrams = words.unfold(1, n, 1)  # [R, t − n + 1, n]
-    same = (ngrams[..., :-1] == words[:, None, t - n + 1 :]).all(-1)
-    rows = torch.arange(R, device=words.device).unsqueeze(1).expand_as(same)
-    repeated[rows[same], ngrams[..., -1][same]] = True
-    return repeated
 
 
 def make_constraints(

@@ -48,6 +48,7 @@ from attnfast.ops.arguments import length_mask
 from attnfast.ops.operators import accumulation_dtype
 from attnfast.ops.packing import Packed, pack_parameters, upcast_halves
 from attnfast.ops.search import LEAST_COVERAGE, MOST_BEAM, SEARCH, SearchInputs
+from attnfast.ops.search_steps import draw_words
 
 __all__ = ["Scorer", "SearchOutput", "beam_search", "greedy_search", "sample"]
 
@@ -394,6 +395,8 @@ def _run_operator(name: str, search: Search, **options: Any) -> SearchOutput | N
                 *_, reason = explain(make_inputs, *sources).output  # in full
     if search.int8 and call is not None and call.embedding.dtype == torch.float64:
         reason, call, backend = "the model is float64", None, None
+    if search.int8 and backend not in (None, "cpu"):
+        reason, call, backend = "the model is on a GPU", None, None
     if search.int8 and backend is None:
         raise InputError(f"int8 needs a search in one operator, but {reason}")
     record(name, f"one operator on {backend}" if backend else "step by step", reason)
@@ -602,26 +605,6 @@ def _keys_of(memory: Any, like: Tensor) -> Tensor:
     if getattr(memory, "mask", None) is not None:
         exists = exists & memory.mask.view(len(memory.mask), -1)
     return exists
-
-
-def draw_words(logits: Tensor, numbers: Tensor, top_k: int = 0, top_p: float = 1.0) -> Tensor:
-    """Return the word ``[R]`` of each row of ``logits [R, V]`` at its number in [0, 1).
-
-    It is the first word at which the sum of the probabilities so far exceeds the number, from the
-    most probable word on if there is a ``top_k`` or ``top_p``.
-    """
-    probs = logits.double().softmax(-1)
-    words = None
-    if top_k or top_p < 1:
-        probs, words = probs.sort(dim=-1, descending=True, stable=True)
-        if top_k:
-            probs[:, top_k:] = 0
-        before = probs.cumsum(-1) - probs
-        probs = probs.masked_fill(before >= top_p * probs.sum(-1, keepdim=True), 0)
-    sums = probs.cumsum(-1)
-    index = (sums <= numbers.unsqueeze(-1) * sums[:, -1:]).sum(-1, keepdim=True)
-    index = index.clamp_max(logits.shape[-1] - 1)
-    return (index if words is None else words.gather(-1, index)).squeeze(-1)
 
 
 def _raise_if_nan(is_nan: Tensor | bool) -> None:

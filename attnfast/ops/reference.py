@@ -339,8 +339,14 @@ def widen_weights(call: Any) -> Any:
     return call._replace(**{x: getattr(call, x).to(call.hidden.dtype) for x in weights})
 
 
-def recurrent(call: RecurrentInputs, int8: bool = False) -> RecurrentOutputs:
-    """Compute states, contexts and weights step by step; ``int8`` as in a search."""
+def recurrent(
+    call: RecurrentInputs, int8: bool = False, attend: Callable[..., Any] | None = None
+) -> RecurrentOutputs:
+    """Compute states, contexts and weights step by step; ``int8`` as in a search.
+
+    ``attend`` computes attention without a history, by default :func:`attention`.
+    """
+    attend_to_all = attention if attend is None else attend
     call = widen_weights(call)
     B, T, _ = call.input.shape
     f = call.input.new_zeros(B, feed_size(call)) if call.feed is None else call.feed
@@ -353,14 +359,14 @@ def recurrent(call: RecurrentInputs, int8: bool = False) -> RecurrentOutputs:
         padding = ~length_mask(call.target_lengths, T).unsqueeze(-1)
         inputs = inputs.masked_fill(padding, 0)  # NaN there must not leak
 
-    def attend(h: Tensor, t: int) -> tuple[Tensor, Tensor, Tensor]:
+    def attend_at(h: Tensor, t: int) -> tuple[Tensor, Tensor, Tensor]:
         nonlocal past, loss
         query = h if call.dropout_query is None else h * call.dropout_query[:, t]
         if call.weight_query is not None:
             query = product([query], call.weight_query, call.bias_query, int8)
         now = query.unsqueeze(1), slice(t, t + 1)
         if past[0] is None or past[1] is None:
-            context, weights, *_ = attention(attention_of(call, *now))
+            context, weights, *_ = attend_to_all(attention_of(call, *now))
             return query, context.squeeze(1), weights.squeeze(1)
         step = coverage_of(call, *now, past[0], past[1])
         if padding is not None:
@@ -381,7 +387,7 @@ def recurrent(call: RecurrentInputs, int8: bool = False) -> RecurrentOutputs:
         return query, outputs.context.squeeze(1), weights
 
     def attend_and_gate(h: Tensor, t: int) -> tuple[Tensor, Tensor, Tensor]:
-        query, context, weights = attend(h, t)
+        query, context, weights = attend_at(h, t)
         if call.weight_gate is None:
             return query, context, weights
         read = h if call.dropout_query is None else h * call.dropout_query[:, t]

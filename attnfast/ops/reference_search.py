@@ -47,7 +47,7 @@ def search(call: SearchInputs) -> SearchOutputs:
         step = call._replace(key_bounds=bounds, transition_prob=u)
         layer = layer_of(step, x.unsqueeze(1))
         made = recurrent(layer, call.int8)
-        log_probs, state = _next_words(call, made, x)
+        log_probs, state = next_words(call, made, x)
         parents = []
         for b, beam in enumerate(beams):
             part = slice(b * K, (b + 1) * K)
@@ -73,7 +73,7 @@ def search(call: SearchInputs) -> SearchOutputs:
     return SearchOutputs(*(x.view(y) for x, y in zip(made_of, shapes)), weights)  # type: ignore[call-arg]
 
 
-def _next_words(
+def next_words(
     call: SearchInputs, made: RecurrentOutputs, x: Tensor
 ) -> tuple[Tensor, dict[str, Tensor | None]]:
     """Return the log-probabilities of all words, and the state after the step."""
@@ -95,7 +95,8 @@ def _next_words(
         logits = copy_distribution(CopyInputs(*terms, call.num_oov, log=True)).distribution[:, 0]
         logits = logits.masked_fill(logits == LOWEST, -math.inf)
     if call.word_mask is not None:
-        mask = call.word_mask.repeat_interleave(len(logits) // len(call.word_mask), 0)
+        several = len(logits) // len(call.word_mask)  # rows of a mask
+        mask = call.word_mask.unsqueeze(1).expand(-1, several, -1).flatten(0, 1)
         logits = logits.masked_fill(~mask, -math.inf)
     cell = None if call.cell is None else made.cells[..., 0, :]
     state = {"hidden": states, "cell": cell, "feed": fed}

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from attnfast._utils.checks import check_exact, check_tensor, raise_value_error
 from attnfast.ops.copying import check_words
-from attnfast.ops.operators import ForwardOperator
+from attnfast.ops.operators import ForwardOperator, implement
 from attnfast.ops.recurrent import (
     GATES,
     WEIGHTS,
@@ -287,5 +287,6 @@ def _fake(call: SearchInputs) -> SearchOutputs:
 
 
 SEARCH = ForwardOperator(
-    "search", SearchInputs, SearchOutputs, check=check, fake=_fake, backends=("cpu",)
+    "search", SearchInputs, SearchOutputs, check=check, fake=_fake, backends=("cpu", "triton")
 )
+implement("triton", "attnfast.ops.search_steps", {"search": "search"})

@@ -457,7 +457,6 @@ class BeamSearch {
     const double log_p = gate.log_p - all;
     const double never = -__builtin_inf();
     const Word every(sum + log_p, copied_sum, gate.log_q);
-    if (every.slight && sum == never) return -never;
     for (int64_t at = 0; at < count; ++at) {
       const double own_logit = a.source_words[s * Tk + at] < a.V ? of_source[at] : never;
       const Word word(own_logit + log_p, copied[at], gate.log_q);
