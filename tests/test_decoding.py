@@ -414,3 +414,34 @@ class Damaged(Table):
 def test_scores_that_are_no_numbers(find):
     with pytest.raises(InputError, match="the model's scores must be finite numbers, got NaN"):
         find(Damaged(), START, LENGTHS, min_length=3)
+
+
+@pytest.mark.parametrize("find", [greedy_search, beam_search, sample])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"word_mask": torch.ones(11, dtype=torch.bool)},
+            r"word_mask must be \[V\] or \[B, V\] with V = 12, the number of words, got V = 11",
+        ),
+        ({"start": 12}, "start must be a word below 12, got 12"),
+        ({"end": 99}, "end must be a word below 12, got 99"),
+        ({"prefix": [[2**63]] * 2}, "prefix must be a list of word ids for each sentence"),
+    ],
+)
+def test_words_of_another_vocabulary(find, options, message):
+    model = build(Config(12, embed_dim=4, hidden_dim=4)).eval()
+    with pytest.raises((InputError, TypeError), match=message):
+        find(model, START, LENGTHS, **options)
+
+
+def test_a_mask_may_leave_out_the_words_that_only_sources_have():
+    model = build(Config(12, embed_dim=4, hidden_dim=4, pointer_generator=True)).eval()
+    source = START + 10 * (START == 6)  # X is 5
+    for words, is_right in ((12, True), (17, True), (16, False), (11, False)):
+        mask = torch.ones(words, dtype=torch.bool)
+        if is_right:
+            greedy_search(model, source, LENGTHS, word_mask=mask)
+            continue
+        with pytest.raises(InputError, match="with V = 12 or 17, the number of words"):
+            greedy_search(model, source, LENGTHS, word_mask=mask)

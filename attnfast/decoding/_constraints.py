@@ -52,7 +52,8 @@ class Constraints(NamedTuple):
 
     ``limits [B]``: the most words of each sentence's hypotheses, the end included; ``prefix
     [B, P]``: the first words, −1 after them; ``word_mask [1 or B, V]``, False where a word may not
-    come; the others as in :func:`attnfast.decoding.beam_search`.
+    come; ``num_oov`` the number of words that only sources have; the others as in
+    :func:`attnfast.decoding.beam_search`.
     """
 
     limits: Tensor
@@ -63,6 +64,7 @@ class Constraints(NamedTuple):
     prefix: Tensor | None = None
     min_length: int = 0
     no_repeat_ngram: int = 0
+    num_oov: int = 0
 
     def on(self, device: torch.device) -> Constraints:
         """Return the constraints with their tensors on a device."""
@@ -120,9 +122,10 @@ class Constraints(NamedTuple):
         """Return the mask of words, and True for copied words, ``[1 or B, V]``."""
         mask = self.word_mask
         assert mask is not None
-        if mask.shape[-1] > V:
-            expected = f"[V] or [B, V] with V = {V}, the number of words"
-            raise InputError(argument_message("word_mask", expected, list(mask.shape)))
+        if mask.shape[-1] not in (V, V - self.num_oov):
+            numbers = " or ".join(str(x) for x in dict.fromkeys((V - self.num_oov, V)))
+            expected = f"[V] or [B, V] with V = {numbers}, the number of words"
+            raise InputError(argument_message("word_mask", expected, f"V = {mask.shape[-1]}"))
         return F.pad(mask, (0, V - mask.shape[-1]), value=True)
 
     def _hidden(self, words: Tensor, sentence: Tensor, is_end: Tensor) -> Tensor:
@@ -210,7 +213,8 @@ def _prefix_table(
 ) -> Tensor:
     """Return the prefixes as ``[B, P]``, −1 after each."""
     listed = isinstance(prefix, (list, tuple)) and all(isinstance(x, (list, tuple)) for x in prefix)
-    if not listed or not all(is_int(word) and word >= 0 for words in prefix for word in words):
+    every = [word for words in prefix for word in words] if listed else []
+    if not listed or not all(is_int(word) and 0 <= word <= MAX_INT32 for word in every):
         raise_type_error("prefix", "a list of word ids for each sentence", describe(prefix))
     if len(prefix) != B:
         raise InputError(argument_message("prefix", f"of {B} sentences", len(prefix)))
