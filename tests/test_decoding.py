@@ -10,6 +10,7 @@ import torch
 from attnfast._utils.checks import InputError
 from attnfast.decoding import beam_search, greedy_search, sample
 from attnfast.models import BOS, EOS, Config, build
+from attnfast.ops.search_steps import repeated_ngrams
 
 V, TK = 7, 4  # three words: 4, 5 and 6
 TINY = math.log(torch.finfo(torch.float64).tiny)
@@ -390,11 +391,13 @@ def test_empty_batches_and_shortest_limits(find):
     assert stuck.scores.isneginf().all()
 
 
-def test_a_prefix_may_be_longer_than_other_sentences():
-    """Table's limit is two words more than the source has."""
-    prefix = [[4] * 20, [5]]
-    found = greedy_search(Table(), START, LENGTHS, prefix=prefix)
-    assert found.best[0] == prefix[0] and found.finished.all()
+def test_repeated_words_are_those_so_far():
+    """What follows the first words is not there yet."""
+    words = torch.tensor([[4, 5, 4, 0, 0], [4, 4, 4, 0, 0]])
+    for length in (3, torch.tensor([3])):
+        found = repeated_ngrams(words, 2, 7, length)
+        assert found.nonzero().tolist() == [[0, 5], [1, 4]]
+    assert not repeated_ngrams(words, 6, 7, 3).any()
 
 
 def test_fewer_sentences_than_asked_for():

@@ -823,6 +823,13 @@ def test_options_are_left_as_they_are():
     assert mask.all()
 
 
+def test_a_prefix_may_be_longer_than_the_usual_limit():
+    made, source, lengths = model_and_sources("bahdanau", False)
+    prefix = [[4] * 60, *[[5]] * 19]
+    found = greedy_search(made, source, lengths, prefix=prefix)
+    assert found.best[0] == prefix[0] and found.finished.all()
+
+
 def test_a_damaged_model_is_refused():
     made, *sources = model_and_sources("bahdanau", False)
     with torch.no_grad():
