@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import attnfast
+from attnfast._utils.checks import InputError
 from attnfast.decoding import beam_search, greedy_search, sample
 from attnfast.decoding import memory as memories
 from attnfast.models import ATTENTIONS, Config, build
@@ -265,3 +266,12 @@ def test_a_search_is_one_graph(attention, how):
     assert "one operator on triton" in str(done) and len(replays) > 5
     for x, y in zip(done.output, want):
         torch.testing.assert_close(x.cpu(), y)
+
+
+def test_8_bits_are_for_cpus():
+    model = build(Config(70, "bahdanau", embed_dim=8, hidden_dim=8)).eval().cuda()
+    source, lengths = torch.full((2, 3), 5, device="cuda"), torch.full((2,), 3, device="cuda")
+    with pytest.raises(
+        InputError, match="int8 needs a search in one operator, but the model is on"
+    ):
+        greedy_search(model, source, lengths, int8=True)

@@ -552,6 +552,12 @@ def test_invalid_calls(backend):
     assert min(counts) > 50
 
 
+def test_8_bits_are_for_cpus():
+    served("triton")
+    with pytest.raises(ValueError, match="int8 must be False: products in 8 bits are for CPUs"):
+        SEARCH("triton", call(KINDS[0], Case("gru", None), int8=True))
+
+
 def test_options_of_products_are_checked(backend):
     exact(backend)
     short = call(KINDS[0], Case("gru", None))._replace(packed=torch.zeros(64, dtype=torch.uint8))
