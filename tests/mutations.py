@@ -1731,6 +1731,17 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
             ("if (sum > number * total) break;", "if (sum >= number) break;"),
         ],
     },
+    ("csrc/cpu/search_copying.h", "tests/test_search.py -k 'cpu and copying'"): {
+        "keep": [("words(s)[at] < end", "words(s)[at] <= first")],
+        "has": [("&& words(s)[at] == word", "")],
+        "score": [
+            ("if (index[j] >= 0)", "if (index[j] > 0)"),
+            ("word.slight && logit == never ? never :", ""),
+            ("word.log_p - every.log_p", "word.log_p"),
+            ("gate.log_p - all", "gate.log_p - sum"),
+            ("a.bias_pointer.data ?", "false ?"),
+        ],
+    },
     ("csrc/cpu/search.h", "tests/test_search.py -k 'cpu and not opcheck'"): {
         "insert": [
             ("first + i != a.end && best.takes", "best.takes"),
@@ -1748,18 +1759,11 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
             ("* (C)a.embedding_scale", ""),
         ],
         "join": [("{step.H, step.Dv, step.E};", "{step.H, step.H, step.E};")],
-        "keep_source": [("words[at] < (panel + 1) * P", "words[at] < panel * P + 1")],
-        "is_source": [("a.source_words[s * a.step.Tk + at] == word", "true")],
         "normalise": [
-            ("if (index[j] >= 0)", "if (index[j] > 0)"),
-            ("word.slight && own_logit == never ? never :", ""),
-            ("word.log_p - every.log_p", "word.log_p"),
-            ("gate.log_p - all", "gate.log_p - sum"),
-            ("a.bias_pointer.data ?", "false ?"),
             ("row<C>(attention.weights, i, r - i * K)", "row<C>(attention.weights, i, 0)"),
         ],
         "score_of": [
-            ("if (copies()) {", "if (false) {"),
+            ("copies() && source.has(s, word)", "false"),
             ("word < a.V ? (C)(logit + shift)", "true ? (C)(logit + shift)"),
         ],
         "forced": [("t < a.prefix_length ?", "t < 0 ?")],
@@ -1796,7 +1800,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
             ("t + 1 >= a.limits[s]", "t >= a.limits[s]"),
             ("if (shift != shift) return", "if (false) return"),
             ("if (word != a.end && !repeats(r, word))", ""),
-            ("if (copies() && is_source(s, find_source(s, word), word)) continue;", ""),
+            ("if (copies() && source.has(s, word)) continue;", ""),
             ("(word == a.end ? (C)0 : (C)a.length_bonus)", "(C)a.length_bonus"),
             ("if (a.end >= 0 && t >= a.min_length)", "if (a.end >= 0)"),
             ("if (next >= 0) {", "if (false) {"),

@@ -5,125 +5,14 @@
 // they share its keys. Rows and slots: sentence i of those that are left has the rows i K + slot;
 // what is kept for the end is stored by the sentence's own number and the slot.
 #pragma once
-#include "search_words.h"
+#include "search_copying.h"
+#include "search_room.h"
 
 namespace attnfast {
 namespace VARIANT {
 namespace {
 
 using cpu::LayerPlan;
-
-// How a hypothesis was continued at a step.
-template <class C>
-struct Link {
-  int64_t word;
-  int64_t parent;  // its slot at the step before
-  C score;         // of the word
-};
-
-// A finished hypothesis: its last link is that of `step` and `link`.
-template <class C>
-struct FinishedHypothesis {
-  C score;
-  int64_t step;
-  Link<C> link;
-};
-
-// The buffers of a search.
-template <class C>
-struct SearchRoom {
-  PackedSearch<C> packed;
-  int64_t panels_at_a_time;         // of the vocabulary, in one item
-  Candidate<C>* candidates;         // [rows, groups, K], without the end
-  Mass<C>* masses;                  // [rows, groups]
-  Mass<C>* all_masses;              // [rows, groups], with the words that may not come, for copying
-  C* bias;                          // [masks, padded V]: -inf of words that may not come; see bias_of
-  C* whole_bias;                    // [padded V]: of all words, for copying
-  C *of_end, *of_forced;            // [rows]: the logits of the end, and of the prefix's word
-  C* of_source;                     // [rows, Tk]: the logits of the source's words, then their scores
-  C* logits;                        // [rows, words of a row], for draws
-  C* totals;                        // [B, K]: the scores of the hypotheses, by sentence
-  Candidate<C>* best;               // [B, 2 K]: scratch
-  Link<C>* links;                   // [B, most, K]
-  FinishedHypothesis<C>* finished;  // [B, K], the best first
-  int64_t* finished_count;          // [B], of all that have finished
-  int64_t* sentence;                // [B]: of those that are left
-  int64_t* ended;                   // [B]: 1, or -1 after NaN
-  int64_t* goes_on;                 // [B]: the sentences that the next step still needs
-  int64_t* counts;                  // [most + 1]: the number of sentences of each step
-  C *hidden, *cells, *feed;         // of a step's rows, hidden and cells of all layers
-  // Arguments of attention, compacted once some sentences have been dropped.
-  C *key, *value, *exponentials;
-  int64_t *lengths, *key_bounds;
-  bool* mask;
-  C* weights;            // [B, most, K, Tk]: of all steps, if they are returned
-  C* coverage;           // [2, B, K, Tk]: sums of weights, of even and odd steps
-  int64_t* words;        // [B, K, most]: scratch
-  int64_t* repeated;     // [B, K, most]: the words that would repeat an n-gram
-  int64_t* repetitions;  // [B, K]: their number
-  // For attention with a history: each row's coverage, at even and at odd steps, and its weights or
-  // log-weights of the step before.
-  C *history, *previous;
-  C *inverse_fertility, *transition_prob;  // compacted
-  void* features;
-  char* rounded;  // the bytes of up to three left factors
-
-  SearchRoom(const Search& a, Scratch<C>& room) : packed(PackedSearch<C>::of(a, room)) {
-    const RecurrentForward& step = a.step;
-    const int64_t K = a.beam, rows = a.B * K;
-    panels_at_a_time = larger(parts(packed.vocabulary.count, a.groups), 1);
-    const auto take = [&]<class T>(T*& out, int64_t n) {
-      out = reinterpret_cast<T*>(room.take(parts(n * sizeof(T), sizeof(C))));
-    };
-    const Forward& of = step.attention;
-    take(candidates, rows * groups() * K);
-    take(masses, rows * groups());
-    take(all_masses, a.source_words ? rows * groups() : 0);
-    take(bias, (a.word_mask.batch ? a.B : 1) * padded_words());
-    take(whole_bias, a.source_words ? padded_words() : 0);
-    take(of_end, rows);
-    take(of_forced, rows);
-    take(of_source, a.source_words ? rows * of.Tk : 0);
-    take(logits, a.numbers ? rows * words_of_row(a) : 0);
-    take(totals, rows);
-    take(best, a.B * 2 * K);
-    take(links, rows * a.most);
-    take(finished, rows);
-    take(finished_count, a.B);
-    take(sentence, a.B);
-    take(ended, a.B);
-    take(goes_on, a.B);
-    take(counts, a.most + 1);
-    take(hidden, step.layers * rows * step.H);
-    take(cells, step.cell == Cell::lstm ? step.layers * rows * step.H : 0);
-    take(feed, rows * step.F);
-    take(key, a.B * of.Tk * of.A);
-    take(value, a.B * of.Tk * of.Dv);
-    take(exponentials, of.exponentials.data ? a.B * of.Tk * of.exponentials.row : 0);
-    take(lengths, a.B);
-    take(key_bounds, of.key_bounds.batch ? a.B * a.most * 2 : 0);
-    take(mask, of.mask.batch ? a.B * of.Tk : 0);
-    take(weights, a.weights.data ? rows * a.most * of.Tk : 0);
-    take(coverage, a.coverage_penalty ? 2 * rows * of.Tk : 0);
-    const int64_t of_ngrams = a.no_repeat_ngram ? rows * a.most : 0;
-    take(words, of_ngrams);
-    take(repeated, of_ngrams);
-    take(repetitions, a.no_repeat_ngram ? rows : 0);
-    const CoverageForward& past = step.attention;
-    const int64_t of_past = has_history(past) ? of.Tk : 0;
-    take(history, 2 * rows * of_past);
-    take(previous, rows * of_past);
-    take(inverse_fertility, past.inverse_fertility.data ? a.B * of.Tk : 0);
-    take(transition_prob, past.transition_prob.data ? a.B * a.most : 0);
-    features = take_features(of, past, false, room);
-    const int64_t depth = larger(larger(larger(step.E, step.H), larger(step.F, step.Dv)), a.R);
-    take(rounded, step.int8 ? 3 * size_of_bytes(rows, depth) : 0);
-  }
-
-  int64_t padded_words() const { return packed.vocabulary.count * kPanel<C>; }
-  int64_t words_of_row(const Search& a) const { return round_up(a.V + a.X, kPanel<C>); }
-  int64_t groups() const { return parts(packed.vocabulary.count, panels_at_a_time); }
-};
 
 template <class C>
 class BeamSearch {
@@ -132,6 +21,7 @@ class BeamSearch {
   const LayerPlan& plan;
   Member& member;
   const SearchRoom<C> room;
+  const SourceWords<C> source;
   void* own;
   const int64_t K, groups;
   const bool feeds;
@@ -139,8 +29,8 @@ class BeamSearch {
 
  public:
   BeamSearch(const Search& a, const LayerPlan& plan, Member& member, Scratch<C> place, void* own)
-      : a(a), plan(plan), member(member), room(a, place), own(own), K(a.beam), groups(room.groups()),
-        feeds(!a.step.attends_first && a.step.F), attention(a.step.attention) {
+      : a(a), plan(plan), member(member), room(a, place), source{a, room.of_source}, own(own), K(a.beam),
+        groups(room.groups()), feeds(!a.step.attends_first && a.step.F), attention(a.step.attention) {
     attention.features = room.features;
     attention.inverse_fertility.column = attention.transition_prob.column = 1;
   }
@@ -321,7 +211,7 @@ class BeamSearch {
         if (copies()) {
           add_bias(room.whole_bias + panel * P, logits);
           all_lanes[r].add(logits);
-          keep_source(of_row, s, panel, logits);
+          source.keep(of_row, s, panel * P, logits);
         }
         add_bias(bias_of(s) + panel * P, logits);
         if (a.end >= 0 && a.end / P == panel) room.of_end[of_row] = logits[a.end % P];
@@ -353,30 +243,6 @@ class BeamSearch {
       const Vec<C> bias = load(from + c);
       store(x + c, bias == never ? never : load(x + c) + bias);
     }
-  }
-
-  // Return the index of the first word of a source from `word` on.
-  int64_t find_source(int64_t s, int64_t word) const {
-    const int64_t* const words = a.source_words + s * a.step.Tk;
-    int64_t first = 0, last = a.source_count[s];
-    while (first < last) {
-      const int64_t middle = (first + last) / 2;
-      if (words[middle] < word) first = middle + 1;
-      else last = middle;
-    }
-    return first;
-  }
-
-  // Return true if find_source found the word.
-  bool is_source(int64_t s, int64_t at, int64_t word) const {
-    return at < a.source_count[s] && a.source_words[s * a.step.Tk + at] == word;
-  }
-
-  // Keep the logits of the source's words in a panel.
-  void keep_source(int64_t r, int64_t s, int64_t panel, const C* logits) const {
-    const int64_t *const words = a.source_words + s * a.step.Tk, count = a.source_count[s];
-    for (int64_t at = find_source(s, panel * P); at < count && words[at] < (panel + 1) * P; ++at)
-      room.of_source[r * a.step.Tk + at] = logits[words[at] - panel * P];
   }
 
   void insert(Best<C>& best, Vec<C> logits, int64_t first, int64_t r) const {
@@ -435,42 +301,20 @@ class BeamSearch {
   }
 
   // Return what added to a logit of row r is the word's score, its log-probability: NaN if any score is,
-  // infinity if no word may come. With copying, the words of the source get their own scores, see
-  // ../word.h; probabilities of the words that may come add up to 1.
+  // infinity if no word may come. With copying, the words of the source get their own scores;
+  // probabilities of the words that may come add up to 1.
   double normalise(const Factor<C>& outputs, int64_t r, int64_t i) const {
     const double sum = log_of_sum(room.masses + r * groups);
     if (!copies()) return -sum;
-    const int64_t s = room.sentence[i], Tk = a.step.Tk, count = a.source_count[s];
-    C* const of_source = room.of_source + r * Tk;
     const double all = log_of_sum(room.all_masses + r * groups);
-    double pointer = a.bias_pointer.data ? *row<C>(a.bias_pointer, 0) : 0;
-    const C *const weight = row<C>(a.weight_pointer, 0), *const output = outputs.data + r * outputs.stride;
-    for (int64_t j = 0; j < a.R; ++j) pointer += (double)weight[j] * output[j];
-    const Gate gate(pointer);
-    auto* const copied = static_cast<double*>(own);
-    for (int64_t at = 0; at < count; ++at) copied[at] = 0;
     const C* const weights = row<C>(attention.weights, i, r - i * K);
-    const int64_t* const index = a.source_index + s * Tk;
-    double copied_sum = 0;
-    for (int64_t j = 0; j < Tk; ++j)
-      if (index[j] >= 0) copied[index[j]] += weights[j], copied_sum += weights[j];
-    const double log_p = gate.log_p - all;
-    const double never = -__builtin_inf();
-    const Word every(sum + log_p, copied_sum, gate.log_q);
-    for (int64_t at = 0; at < count; ++at) {
-      const double own_logit = a.source_words[s * Tk + at] < a.V ? of_source[at] : never;
-      const Word word(own_logit + log_p, copied[at], gate.log_q);
-      of_source[at] = word.slight && own_logit == never ? never : word.log_p - every.log_p;
-    }
-    return log_p - every.log_p;
+    return source.score(r, room.sentence[i], outputs.data + r * outputs.stride, weights, sum, all,
+                        static_cast<double*>(own));
   }
 
   // Return the score of a word of row r, given its logit, and `shift` of normalise.
   C score_of(int64_t r, int64_t s, int64_t word, C logit, double shift) const {
-    if (copies()) {
-      const int64_t at = find_source(s, word);
-      if (is_source(s, at, word)) return room.of_source[r * a.step.Tk + at];
-    }
+    if (copies() && source.has(s, word)) return source.scores_of(r)[source.find(s, word)];
     return word < a.V ? (C)(logit + shift) : (C)-__builtin_inf();
   }
 
@@ -521,8 +365,8 @@ class BeamSearch {
     C* const scores = room.logits + r * n;
     for (int64_t c = 0; c < n; c += Vector<C>::width)
       store(scores + c, c < room.padded_words() ? load(scores + c) + (C)shift : splat(never));
-    for (int64_t j = 0; copies() && j < a.source_count[s]; ++j)
-      scores[a.source_words[s * a.step.Tk + j]] = room.of_source[r * a.step.Tk + j];
+    for (int64_t j = 0; copies() && j < source.count(s); ++j)
+      scores[source.words(s)[j]] = source.scores_of(r)[j];
     if (!may_end && a.end >= 0) scores[a.end] = never;
     for (int64_t i = 0; a.no_repeat_ngram && i < room.repetitions[at]; ++i)
       scores[room.repeated[at * a.most + i]] = never;
@@ -554,15 +398,15 @@ class BeamSearch {
       }
       if (a.end >= 0 && t >= a.min_length) add(a.end, score_of(r, s, a.end, room.of_end[r], shift));
       if (must_end) continue;
-      for (int64_t j = 0; copies() && j < a.source_count[s]; ++j) {
-        const int64_t word = a.source_words[s * a.step.Tk + j];
-        if (word != a.end && !repeats(r, word)) add(word, room.of_source[r * a.step.Tk + j]);
+      for (int64_t j = 0; copies() && j < source.count(s); ++j) {
+        const int64_t word = source.words(s)[j];
+        if (word != a.end && !repeats(r, word)) add(word, source.scores_of(r)[j]);
       }
       for (int64_t group = 0; group < groups; ++group) {
         const Candidate<C>* const found = room.candidates + (r * groups + group) * K;
         for (int64_t j = 0; j < K && found[j].word >= 0; ++j) {
           const int64_t word = found[j].word;
-          if (copies() && is_source(s, find_source(s, word), word)) continue;
+          if (copies() && source.has(s, word)) continue;
           add(word, (C)(found[j].score + shift));
         }
       }

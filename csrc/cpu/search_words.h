@@ -1,7 +1,6 @@
 // The scores of a search's words: their packed weights, the best of a row, and draws.
 #pragma once
 #include "recurrent_forward.h"
-#include "../word.h"
 
 namespace attnfast {
 namespace VARIANT {
