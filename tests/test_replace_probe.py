@@ -636,3 +636,30 @@ def test_another_type_under_autocast_is_left_alone():
 
     register()
     assert attnfast.replace(as_plain(Double)()).replaced  # nothing to compare with
+
+
+class Cancels(Plain):
+    """Its own rounding errors are larger than a replacement's usual difference."""
+
+    def forward(self, state, memory, mask=None):
+        context, weights = super().forward(state, memory, mask)
+        large = 3000 if context.dtype == torch.float32 else 0
+        return (context + large) - large, weights
+
+
+class WrongInItsOwnDtype(Served):
+    def forward(self, state, memory, mask=None):
+        context, weights = super().forward(state, memory, mask)
+        wrong = 1e-3 if context.dtype == torch.float32 else 0.0
+        return context + wrong, weights
+
+
+@pytest.mark.parametrize("own", [Cancels, Plain])
+def test_a_difference_is_judged_by_rounding_errors(own):
+    """In float32, by those of the module's own code with its own parameters."""
+    own.__qualname__ = "Plain"
+    torch.manual_seed(0)
+    assert attnfast.replace(own()).replaced
+    register(WrongInItsOwnDtype)
+    [skipped] = attnfast.replace(Plain()).skipped
+    assert "results differ by 0.001" in skipped.skip_reason
