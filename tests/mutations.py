@@ -618,33 +618,54 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         "DecoderParts.search_inputs": [("embedding_scale=self.scale", "embedding_scale=1.0")],
         "find_words": [
             ("steps + 1", "steps + 2"),
-            ("prefix=given", "prefix=None"),
-            ("not bool((start == start[0]).all())", "False"),
-            ("if (found.lengths < 0).any():", "if False:"),
+            ("prefix=forced", "prefix=None"),
+            ("not bool((start == first).all())", "False"),
+            ("or not 0 <= first < V", ""),
+            ("((forced >= -1) & (forced < V))", "(forced >= -1)"),
+            ("if (found.lengths < steps).any():", "if False:"),
+            ("if parts.embedding.weight.dtype in HALF:", "if False:"),
+            ("if is_tracing():", "if False:"),
         ],
-        "SearchModel.encode": [("if any(", "if False and any(")],
+        "SearchModel.encode": [
+            ("if any(", "if False and any("),
+            ("if reason := parts.skip_reason():", "if reason := '':"),
+        ],
+        "DecoderParts.skip_reason": [
+            ("*self.wrappers", ""),
+            ("not is_plain_table(self.embedding) or", ""),
+            ("if self.output.out_features != self.embedding.num_embeddings:", "if False:"),
+        ],
         "SearchModel.decode": [
             ("[..., : output.in_features]", "[..., -output.in_features :]"),
             ("(0, fed)", "(fed, 0)"),
             ("last[:, -1]", "None"),
         ],
-        "make_search_model": [("if len(known) != 1:", "if not known:")],
+        "make_search_model": [
+            ("if len(known) != 1:", "if not known:"),
+            ("len(more) == len(needed) and", ""),
+            ('name != "model" or', "True or"),
+        ],
     },
     ("attnfast/integrations/projects/onmt.py", "tests/integrations/test_search_model.py"): {
-        "search": [
-            ("normalisation=attention.attn_func", ""),
-            ("feed=feed", ""),
+        "encoded": [
+            ("normalisation=attention.attn_func,", ""),
+            ("decoder.state.update(kept)", "pass"),
         ],
-        "search_opennmt": [("len(tables) != 1 or", "")],
-        "search_eole": [("or table.normalize", "")],
+        "encode_opennmt": [("len(tables) != 1 or", "")],
+        "encode_eole": [("or words.normalize", "")],
     },
     ("attnfast/integrations/projects/joeynmt.py", "tests/integrations/test_search_model.py"): {
-        "described": [("attention, scale), memory", "attention), memory")],
-        "search": [("states[order.argsort()]", "states[order]")],
+        "encode": [
+            ("words.embedding_dim**0.5 if words.scale else 1.0", "1.0"),
+            ("states[order.argsort()]", "states[order]"),
+        ],
     },
     ("attnfast/integrations/projects/bentrevett.py", "tests/integrations/test_search_model.py"): {
-        "search": [("create_mask(words)[back]", "create_mask(words)")],
-        "Steps.forward": [("given[:, predicted] = -1", "given[:] = -1")],
+        "encode": [("create_mask(words)[back]", "create_mask(words)")],
+        "Steps.forward": [
+            ("forced[:, predicted] = -1", "forced[:] = -1"),
+            ("words.masked_fill(words < 0, decoder.embedding.num_embeddings)", "words.clone()"),
+        ],
     },
     ("attnfast/decoding/_constraints.py", "tests/test_models.py -k 'limit'"): {
         "output_limit": [

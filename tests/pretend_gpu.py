@@ -171,7 +171,7 @@ class Graph:
 
 
 @contextlib.contextmanager
-def capture(graph: Graph):
+def capture(graph: Graph, **_: Any):
     global captured
     captured = graph.operators
     try:

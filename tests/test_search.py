@@ -483,6 +483,16 @@ def test_a_sentence_without_scores_ends_alone(beam, backend):
             assert (SEARCH(backend, args._replace(bias_vocab=bias)).lengths == -1).all()
 
 
+def test_weights_after_an_end_are_0_beside_nan(backend):
+    served(backend)
+    case = Case("gru", None, "tanh", B=4, T=10, terms=("lengths",), dtype=torch.float64, seed=1)
+    args = call("attend_first", case, V=6, need_weights=True)
+    args.embedding[5] = math.nan
+    found, wanted = SEARCH(backend, args), reference_search.search(args)
+    assert (found.lengths < 0).any() and (found.lengths > 0).any()
+    torch.testing.assert_close(found.weights, wanted.weights)
+
+
 @pytest.mark.parametrize("int8", [False, True])
 def test_scores_of_words_that_may_not_come_do_not_count(int8, backend):
     (exact if int8 else served)(backend)
@@ -820,6 +830,11 @@ def test_a_beam_of_one_is_greedy_in_half_types_too(attention, dtype):
     """Where many scores of single steps are equal, of which a beam takes any."""
     made, *sources = model_and_sources(attention, False)
     assert beam_search(made.to(dtype), *sources, 1).best == greedy_search(made, *sources).best
+
+
+def test_no_sentences_to_copy_from():
+    made, source, lengths = model_and_sources("bahdanau", False, pointer_generator=True)
+    assert beam_search(made, source[:0], lengths[:0]).sequences.shape == (0, 1, 0)
 
 
 def test_options_are_left_as_they_are():

@@ -394,10 +394,10 @@ def _run_operator(name: str, search: Search, **options: Any) -> SearchOutput | N
             call, backend, reason = make_inputs(*sources)
             if search.int8 and backend is None:
                 *_, reason = explain(make_inputs, *sources).output  # in full
-    for name in ("start", "end"):
-        word = getattr(search.constraints, name)
+    for option in ("start", "end"):
+        word = getattr(search.constraints, option)
         if call is not None and word >= len(call.embedding):
-            raise InputError(argument_message(name, f"a word below {len(call.embedding)}", word))
+            raise InputError(argument_message(option, f"a word below {len(call.embedding)}", word))
     if search.int8 and call is not None and call.embedding.dtype == torch.float64:
         reason, call, backend = "the model is float64", None, None
     if search.int8 and backend not in (None, "cpu"):

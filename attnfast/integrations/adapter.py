@@ -142,8 +142,8 @@ class Adapter:
         skip_reason: returns the reason for skipping a module, or None.
         note: a difference from the original, if any, for the report.
         dtype: the dtype of the example.
-        search: ``search(module, *modules)`` returns how :func:`make_search_model` encodes sources:
-            for a whole decoder, and the modules among which it was found.
+        search: for a whole decoder that searches can use, the argument ``encode`` of a
+            :class:`SearchModel`.
 
     Raises:
         TypeError: ``implementation`` is not a class, or a name is not a string.

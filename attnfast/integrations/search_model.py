@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -9,7 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from attnfast._utils.checks import InputError, argument_message, describe, raise_type_error
+from attnfast._utils.checks import (
+    InputError,
+    argument_message,
+    check_array,
+    check_numbers,
+    describe,
+    raise_type_error,
+)
 from attnfast.decoding import Memory
 from attnfast.decoding._constraints import Constraints
 from attnfast.integrations.adapter import UnsupportedCall, adapter_serving
@@ -21,15 +29,17 @@ from attnfast.integrations.fused_decoders import (
 from attnfast.nn._fused_rnn import run_layer, select_layer_backend
 from attnfast.nn._fused_search import search_inputs
 from attnfast.nn._layer import Layer, RecurrentState
+from attnfast.nn._linear import is_plain
 from attnfast.ops import dispatch
-from attnfast.ops.packing import upcast_halves
+from attnfast.ops.backends import HALF
+from attnfast.ops.operators import is_tracing
 from attnfast.ops.search import SEARCH, SearchInputs
 
 __all__ = ["DecoderParts", "SearchModel", "find_words", "make_search_model"]
 
 
 class DecoderParts(NamedTuple):
-    r"""The parameters of a decoder, in the words of this package.
+    r"""The parameters of another project's decoder, named as this package names them.
 
     .. math:: h_t, c_t, f_t = \mathrm{layer}(s E y_{t-1}), \quad
               P(y_t) = \mathrm{softmax}(W o_t + b)
@@ -42,42 +52,58 @@ class DecoderParts(NamedTuple):
         query_proj: the projection of the attention's query, or None.
         embedding, scale: E and s.
         output: W and b.
-        attention: the project's module, which must have no hooks because it is not called.
-        normalisation: of the attention weights.
+        decoder: the module whose inner modules are not called.
+        normalisation: that of the attention weights.
+        wrappers: modules around the embedding, which are not called either.
     """
 
     layer: Layer
     query_proj: nn.Module | None
     embedding: nn.Embedding
     output: nn.Linear
-    attention: nn.Module
+    decoder: nn.Module
     scale: float = 1.0
     normalisation: str = "softmax"
+    wrappers: tuple[nn.Module, ...] = ()
 
     def attend(self, memory: Memory) -> Any:
         """Return a module of attention that takes the memory."""
         terms = {"normalisation": self.normalisation, "score_vector": memory.score_vector}
         return make_attention(self.query_proj, terms=terms)
 
+    def skip_reason(self) -> str:
+        """Return why calling the modules may differ from using their parameters, or ""."""
+        for part in (*self.decoder.modules(), self.embedding, self.output, *self.wrappers):
+            if not is_plain(part, type(part)):
+                return f"its {type(part).__name__} has hooks or a forward of its own"
+        if not is_plain_table(self.embedding) or not is_plain(self.output, nn.Linear):
+            return "its embedding or output layer is no plain module of torch.nn"
+        if self.output.out_features != self.embedding.num_embeddings:
+            return "it scores more or fewer words than it embeds"
+        plain = self.layer.rnn is None
+        return "" if plain else "its recurrent layer is no plain nn.GRU or nn.LSTM"
+
     def search_inputs(
         self, memory: Memory, state: RecurrentState, constraints: Constraints
     ) -> tuple[SearchInputs | None, str | None, str]:
-        """Return the operator's arguments for a search, its backend, and why there is none."""
-        states = [x.view(-1, *x.shape[-2:]) for x in (state.hidden, state.cell) if x is not None]
-        modules = [x for x in (self.query_proj, self.layer.output, self.output) if x is not None]
-        feed = [] if state.feed is None else [state.feed.unsqueeze(0)]
-        reason = fusion_skip_reason(
-            self.layer, 2, memory.value, states, self.attention, *modules, feed=feed
-        )
-        if not is_plain_table(self.embedding):
-            reason = "its embedding is no plain nn.Embedding"
-        backend = None
+        """Return the operator's arguments for a search, its backend, and the reason without one."""
+        reason, backend = self.skip_reason(), None
+        if not reason:
+            states = [x.view(-1, *x.shape[-2:]) for x in state[:2] if x is not None]
+            feed = [] if state.feed is None else [state.feed.unsqueeze(0)]
+            parts = [x for x in (self.query_proj, self.layer.output) if x is not None]
+            reason = (
+                fusion_skip_reason(
+                    self.layer, 2, memory.value, states, self.decoder, *parts, feed=feed
+                )
+                or ""
+            )
         attention = self.attend(memory)
         if not reason:
             weight = self.embedding.weight
             backend, reason = select_layer_backend(attention, memory, weight, operator=SEARCH.name)
         if backend is None:
-            return None, None, reason or ""
+            return None, None, reason
         call = search_inputs(
             self.layer, attention, memory, state, constraints, backend, self.embedding.weight,
             self.output.weight, self.output.bias, embedding_scale=self.scale,
@@ -91,29 +117,39 @@ def find_words(
     state: RecurrentState,
     start: Tensor,
     steps: int,
-    given: Tensor | None = None,
+    forced: Tensor | None = None,
 ) -> Tensor:
     """Return the most probable word of every step, ``[B, T]``.
 
     Args:
-        parts, memory, state: of the decoder and its sources.
+        parts: of the decoder.
+        memory, state: of the sources, and before the first word.
         start: ``[B]``, the word that the first step reads.
         steps: T.
-        given: ``[B, T]``, words to read instead, −1 for those to find.
+        forced: ``[B, T]``, words that the search must choose, −1 where it may choose any.
 
     Raises:
-        UnsupportedCall: no operator can search, or the rows start with different words.
+        UnsupportedCall: no operator can search, or a word is not in the vocabulary.
     """
-    if not len(start) or not steps or not bool((start == start[0]).all()):
-        raise UnsupportedCall("there is no step, or its rows start with different words")
+    if is_tracing():
+        raise UnsupportedCall("a graph is traced")
+    if start.dtype not in (torch.int32, torch.int64) or not len(start) or not steps:
+        raise UnsupportedCall("there is no step, or its words are no integers")
+    V, first = parts.embedding.num_embeddings, int(start[0])
+    if not bool((start == first).all()) or not 0 <= first < V:
+        raise UnsupportedCall("its rows start with different words, or one beyond the vocabulary")
+    if forced is not None and not bool(((forced >= -1) & (forced < V)).all()):
+        raise UnsupportedCall("a word is beyond the vocabulary")
+    if parts.embedding.weight.dtype in HALF:
+        raise UnsupportedCall("in half precision single steps may find other words")
     limits = torch.full((len(start),), steps + 1, device=start.device)
-    constraints = Constraints(limits, int(start[0]), end=-1, forbidden=(), prefix=given)
+    constraints = Constraints(limits, first, end=-1, forbidden=(), prefix=forced)
     with torch.no_grad():
         call, backend, reason = parts.search_inputs(memory, state, constraints)
         if call is None or backend is None:
             raise UnsupportedCall(reason)
-        found = dispatch.run(SEARCH, upcast_halves(call), backend)
-    if (found.lengths < 0).any():
+        found = dispatch.run(SEARCH, call, backend)
+    if (found.lengths < steps).any():
         raise UnsupportedCall("scores are NaN")
     return found.words[:, 0, :steps]
 
@@ -130,29 +166,34 @@ class EncodedSource(NamedTuple):
 
 
 class SearchModel:
-    """A model that the searches of :mod:`attnfast.decoding` take, of another project's modules.
+    """Another project's modules as a model for the searches of :mod:`attnfast.decoding`.
 
     It reads the modules' parameters whenever it encodes sources. :func:`make_search_model` makes
     one.
 
     Args:
-        module: the modules, which must be in evaluation mode.
-        encode: ``encode(source, lengths)`` returns the decoder's parts, the memory of the sources
-            and the state before the first word.
+        encode: ``encode(source, lengths, decoder, *modules)`` returns the decoder's parts, the
+            memory of the sources and the state before the first word.
+        decoder: the decoder, or the model that has it.
+        modules: what ``encode`` calls beside the decoder.
 
     Example:
         >>> from attnfast.decoding import greedy_search
         >>> from attnfast.integrations.search_model import DecoderParts, SearchModel
         >>> from attnfast.nn import Memory
         >>> from attnfast.nn._layer import Layer, RecurrentState
-        >>> embedding, output = torch.nn.Embedding(20, 4), torch.nn.Linear(6, 20)
-        >>> encoder, cell = torch.nn.GRU(4, 6, batch_first=True), torch.nn.GRUCell(4 + 6, 6)
-        >>> attention = attnfast.nn.LuongAttention(6, 6)
-        >>> def encode(source, lengths):
-        ...     states, last = encoder(embedding(source))
-        ...     parts = DecoderParts(Layer.of_cells(cell), None, embedding, output, attention)
+        >>> class Decoder(torch.nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.embedding, self.cell = torch.nn.Embedding(20, 4), torch.nn.GRUCell(10, 6)
+        ...         self.output = torch.nn.Linear(6, 20)
+        >>> def encode(source, lengths, decoder, encoder):
+        ...     states, last = encoder(decoder.embedding(source))
+        ...     layer = Layer.of_cells(decoder.cell)
+        ...     parts = DecoderParts(layer, None, decoder.embedding, decoder.output, decoder)
         ...     return parts, Memory(states, states, lengths), RecurrentState(last[0])
-        >>> model = SearchModel(torch.nn.ModuleList([encoder, cell]).eval(), encode)
+        >>> encoder = torch.nn.GRU(4, 6, batch_first=True)
+        >>> model = SearchModel(encode, Decoder().eval(), encoder.eval())
         >>> source, lengths = torch.randint(4, 20, (2, 5)), torch.tensor([5, 3])
         >>> len(greedy_search(model, source, lengths).best)
         2
@@ -160,20 +201,36 @@ class SearchModel:
 
     def __init__(
         self,
-        module: nn.Module,
-        encode: Callable[[Tensor, Tensor], tuple[DecoderParts, Memory, RecurrentState]],
+        encode: Callable[..., tuple[DecoderParts, Memory, RecurrentState]],
+        decoder: nn.Module,
+        *modules: nn.Module,
     ):
-        self.module, self._encode = module, encode
+        self._encode, self.decoder, self.modules = encode, decoder, modules
 
     def encode(self, source: Tensor, lengths: Tensor) -> tuple[EncodedSource, RecurrentState]:
-        """Encode ``source [B, Tk]`` of ``lengths [B]``; return it and the first state.
+        """Encode sources; return them, and the state before the first word.
+
+        Args:
+            source: word ids ``[B, Tk]``.
+            lengths: ``[B]``, each from 1 to Tk.
 
         Raises:
-            InputError: the modules are in training mode.
+            InputError: a module is in training mode, or its parameters alone do not say what it
+                computes.
+            ValueError, TypeError: an argument does not fit; the message names it.
         """
-        if any(x.training for x in self.module.modules() if x is not self.module):
+        check_array("source", source, "int64 or int32", ("B", "Tk"))
+        check_numbers("lengths", lengths, len(source), 1, source.shape[1], "source")
+        if any(x.training for x in (self.decoder, *self.modules)):
             raise InputError("model must be in evaluation mode: call eval() first")
-        parts, memory, state = self._encode(source, lengths)
+        if not len(source):
+            raise InputError(argument_message("source", "of one sentence at least", "none"))
+        try:
+            parts, memory, state = self._encode(source, lengths, self.decoder, *self.modules)
+        except UnsupportedCall as error:
+            raise InputError(f"model cannot be searched with: {error}") from None
+        if reason := parts.skip_reason():
+            raise InputError(f"model cannot be searched with: {reason}")
         return EncodedSource(memory, parts), state
 
     def decode(
@@ -212,41 +269,45 @@ class SearchModel:
 
 
 def make_search_model(*modules: nn.Module) -> SearchModel:
-    """Return a model for the searches of :mod:`attnfast.decoding`, of another project's modules.
+    """Return another project's modules as a model for the searches of :mod:`attnfast.decoding`.
+
+    The model's decoder is one that :func:`attnfast.replace` made one operator, of d2l, PyTorch's
+    translation tutorial, OpenNMT-py, eole, joeynmt or bentrevett's tutorials.
 
     Args:
-        modules: a model whose decoder :func:`attnfast.replace` has made one operator; for PyTorch's
-            translation tutorial its encoder and its decoder. Decoders of d2l, PyTorch's tutorial,
-            OpenNMT-py, eole, joeynmt and bentrevett's tutorials are known.
+        modules: the model; for PyTorch's tutorial its encoder and its decoder.
 
     Raises:
         TypeError: an argument is not a module.
-        InputError: there is no such decoder, or not one alone, or a part of the model is not known.
+        InputError: the modules have no such decoder, or several, or lack what encodes sources.
 
     Example:
         >>> from attnfast.integrations import make_search_model
-        >>> model = torch.nn.Linear(8, 8)
-        >>> report = attnfast.replace(model)
-        >>> make_search_model(model)  # doctest: +ELLIPSIS
+        >>> make_search_model(torch.nn.Linear(8, 8))
         Traceback (most recent call last):
             ...
-        attnfast._utils.checks.InputError: modules must be of a model with one decoder that ...
+        attnfast._utils.checks.InputError: modules must have one decoder that replace() made one \
+operator and that can be searched with, got none
     """
     for module in modules:
         if not isinstance(module, nn.Module):
             raise_type_error("modules", "torch.nn.Modules", describe(module))
     inner = dict.fromkeys(x for module in modules for x in module.modules())
-    known = [(x, adapter) for x in inner if (adapter := adapter_serving(x)) and adapter.search]
+    served = [(x, adapter) for x in inner if (adapter := adapter_serving(x))]
+    known = [(x, adapter.search) for x, adapter in served if adapter.search]
     if len(known) != 1:
-        expected = (
-            "of a model with one decoder that attnfast.replace made one operator and whose search "
-            "is known"
-        )
-        raise InputError(argument_message("modules", expected, len(known) or "none"))
-    [(decoder, adapter)] = known
-    assert adapter.search is not None
-    try:
-        encode = adapter.search(decoder, *modules)
-    except UnsupportedCall as error:
-        raise InputError(f"modules cannot be searched with: {error}") from None
-    return SearchModel(nn.ModuleList(modules), encode)
+        expected = "one decoder that replace() made one operator and that can be searched with"
+        others = sorted({adapter.name for _, adapter in served if adapter.attention})
+        got = f"{len(known) or 'none'}{' beside ' * bool(others)}{', '.join(others)}"
+        raise InputError(f"modules must have {expected}, got {got}")
+    [(decoder, encode)] = known
+    more = [x for x in dict.fromkeys(modules) if x is not decoder]
+    needed = list(inspect.signature(encode).parameters)[3:]
+    fits = len(more) == len(needed) and all(
+        name != "model" or getattr(x, "decoder", None) is decoder for x, name in zip(more, needed)
+    )
+    if not fits:
+        expected = "the model alone" if needed != ["encoder"] else "the encoder and the decoder"
+        got = ", ".join(type(x).__name__ for x in modules)
+        raise InputError(argument_message("modules", expected, got))
+    return SearchModel(encode, decoder, *more)

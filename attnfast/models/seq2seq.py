@@ -178,7 +178,7 @@ class Seq2Seq(nn.Module):
         check_lengths(lengths, source, whose="source")
         memory, state = self.read(embedded, lengths)
         num_oov = 0
-        if self.pointer is not None:
+        if self.pointer is not None and source.numel():
             num_oov = max(int(source.max()) + 1 - self.embedding.num_embeddings, 0)
         return EncodedSource(memory, source, num_oov), state
 

@@ -249,7 +249,7 @@ def check(call: SearchInputs) -> None:
             raise_value_error(name, "above 0", getattr(call, name))
     for name, least in (("begin", 0), ("end", -1), ("unknown", 0)):
         if not least <= getattr(call, name) < V:
-            raise_value_error(name, f"a word below {V}", getattr(call, name))
+            raise_value_error(name, f"between {least} and {V - 1}", getattr(call, name))
 
 
 def _check_copying(call: SearchInputs) -> None:

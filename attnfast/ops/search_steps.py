@@ -1,12 +1,13 @@
 """Searches in steps of fixed shapes, which a GPU repeats as one CUDA graph.
 
-A step is a function from tensors to tensors of the same shapes, without a wait for the device: rows
-of sentences that have ended go on, and are not looked at. On a GPU the second step is captured, and
-every later one replays it. Whether all sentences have ended is asked after every eighth step.
+A step is a function from tensors to tensors of the same shapes that never synchronizes: finished
+sentences are computed too, and their results are ignored. On a GPU the second step is captured, and
+every later one replays it. After every eighth step the search synchronizes, to test whether all
+sentences are finished.
 
-Products and cells are PyTorch's. Attention without a history is the best backend's, with the K
-hypotheses of a sentence as K queries of its keys; with a history it is PyTorch's, on a copy of the
-keys for each hypothesis.
+PyTorch computes products and cells. Without a history, the best backend computes attention, with
+the K hypotheses of a sentence as K queries of its keys; with a history PyTorch does, on a copy of
+the keys for each hypothesis.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from attnfast.ops.reference import recurrent, widen_weights
 from attnfast.ops.reference_search import next_words
 from attnfast.ops.search import LEAST_COVERAGE, SearchInputs, SearchOutputs, layer_of
 
-#: The steps between two questions whether all sentences have ended.
-STEPS_PER_WAIT = 8
+#: The number of steps after which a search tests whether all sentences are finished.
+STEPS_PER_SYNC = 8
 
 #: The arguments of which each hypothesis needs a row.
 REPEATED = ("hidden", "cell", "feed", "coverage", "previous", "source", "prefix")
@@ -106,11 +107,11 @@ class _Steps:
         self.Tk = call.key.shape[1]  # type: ignore[union-attr]
         self.slots, self.places = self.arange(K), self.arange(T)
         self.first_rows = self.arange(B).unsqueeze(1) * K
-        self.numbers = self.arange(len(call.weight_vocab) + call.num_oov)  # of the words
+        self.vocabulary = self.arange(len(call.weight_vocab) + call.num_oov)  # of the words
         state: dict[str, Tensor | None] = {
             "t": self.long(1), "word": self.long(B * K) + call.begin, "words": self.long(B, K, T),
             "word_scores": like.new_zeros(B, K, T), "totals": like.new_zeros(B, K),
-            "ended": call.limits <= 0, "is_nan": call.limits < call.limits,
+            "ended": call.limits <= 0, "is_nan": torch.zeros_like(call.limits, dtype=torch.bool),
             **{name: getattr(call, name) for name in ("hidden", "cell", "coverage", "previous")},
         }  # fmt: skip
         if not call.attends_first and call.weight_ih.shape[1] > call.embedding.shape[1]:
@@ -140,11 +141,11 @@ class _Steps:
         graph = None
         captures = self.device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
         for t in range(self.T):
-            if t and t % STEPS_PER_WAIT == 0 and bool(self.state["ended"].all()):
+            if t and t % STEPS_PER_SYNC == 0 and bool(self.state["ended"].all()):
                 return
             if captures and t == 1:
                 graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph):
+                with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                     self.step()
             if graph is None:
                 self.step()
@@ -195,7 +196,7 @@ class _Steps:
 
     def forbidden(self) -> Tensor:
         """Return where a rule forbids a word, ``[R, V]``."""
-        call, t, words = self.call, self.state["t"], self.numbers
+        call, t, words = self.call, self.state["t"], self.vocabulary
         is_end = words == call.end
         last = self.of_rows("limits", call.limits <= t + 1).unsqueeze(-1)
         hidden = (last & ~is_end) | ((t < call.min_length) & is_end)
@@ -232,7 +233,8 @@ class _Steps:
         for t in range(self.T - 1, -1, -1):
             here = t < lengths
             place = _rows(slots, self.Tk)
-            found[:, :, t] = self.weights[t].gather(1, place) * here.unsqueeze(-1)
+            rows = self.weights[t].gather(1, place)  # NaN after the end of a sentence's words
+            found[:, :, t] = rows.masked_fill(~here.unsqueeze(-1), 0)
             if t:
                 slots = torch.where(here, self.parents[t - 1].gather(1, slots), slots)
         return found
@@ -278,7 +280,7 @@ class _Beam(_Steps):
         is_nan = live & (log_probs.isnan().any(-1) & alive).any(-1)
         total = state["totals"].unsqueeze(-1) + left
         if call.length_bonus:
-            total = total + call.length_bonus * (self.numbers != call.end)
+            total = total + call.length_bonus * (self.vocabulary != call.end)
         best, index = total.flatten(1).topk(min(2 * K, K * V))
         slots, words = index // V, index % V
         scores = left.flatten(1).gather(1, index)
@@ -377,7 +379,7 @@ class _Beam(_Steps):
 
 
 class _Draws(_Steps):
-    """Hypotheses that go on alone, by words that are drawn."""
+    """Hypotheses that continue independently of each other, with drawn words."""
 
     def __init__(self, call: SearchInputs):
         super().__init__(call)

@@ -300,7 +300,7 @@ class BeamSearch {
     return mass.largest + ::log(mass.sum);
   }
 
-  // Return what added to a logit of row r is the word's score, its log-probability: NaN if any score is,
+  // Return the shift that turns a logit of row r into its score, a log-probability: NaN if any score is,
   // infinity if no word may come. With copying, the words of the source get their own scores;
   // probabilities of the words that may come add up to 1.
   double normalise(const Factor<C>& outputs, int64_t r, int64_t i) const {

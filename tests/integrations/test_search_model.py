@@ -313,50 +313,154 @@ def test_nan_is_left_to_its_own_code():
 # ---- what cannot be searched with ---------------------------------------------------------------
 
 
+def search_with(*modules):
+    return greedy_search(make_search_model(*modules), SOURCE, LENGTHS, **IDS)
+
+
 def test_bad_models_are_named():
     with pytest.raises(TypeError, match=r"modules must be torch\.nn\.Modules, got"):
         make_search_model("model")
     plain, served = made("OpenNMT")
-    for modules in ([plain], [], [served, made("joeynmt")[1]]):
-        with pytest.raises(InputError, match="modules must be of a model with one decoder that"):
+    one = "modules must have one decoder that replace"
+    for modules, got in (
+        ([plain], "got none"),
+        ([], "got none"),
+        ([served, made("joeynmt")[1]], "got 2 beside OpenNMT-py's InputFeedRNNDecoder, joeynmt's"),
+    ):
+        with pytest.raises(InputError, match=f"{one}.*{got}"):
             make_search_model(*modules)
+    encoder, decoder = made("tutorial")[1]
+    for modules, expected in (
+        ([served.decoder], "the model alone, got InputFeedRNNDecoder"),
+        ([served.encoder, served.decoder], "the model alone, got RNNEncoder, InputFeedRNNDecoder"),
+        ([nn.ModuleList([served])], "the model alone, got ModuleList"),
+        ([decoder], "the encoder and the decoder, got AttnDecoderRNN"),
+    ):
+        with pytest.raises(InputError, match=f"modules must be {expected}"):
+            make_search_model(*modules)
+    assert search_with(decoder, encoder).best == search_with(encoder, decoder).best
     with pytest.raises(InputError, match=r"evaluation mode: call eval\(\) first"):
-        greedy_search(make_search_model(served.train()), SOURCE, LENGTHS)
-    served.generator = nn.Sequential(served.generator)
-    with pytest.raises(InputError, match="its generator is no plain"):
-        make_search_model(served)
+        search_with(served.train())
+
+
+def test_bad_sources_are_named():
+    model = make_search_model(made("OpenNMT")[1])
+    for source, lengths, message in (
+        (SOURCE.float(), LENGTHS, "source must be int64 or int32"),
+        (SOURCE[:, 0], LENGTHS, r"source must be int64 or int32 of shape \[B, Tk\]"),
+        (SOURCE, LENGTHS + 5, "lengths must be between 1 and 7 to fit source, got 12"),
+        (SOURCE[:0], LENGTHS[:0], "source must be of one sentence at least, got none"),
+    ):
+        with pytest.raises((InputError, ValueError, TypeError), match=message):
+            greedy_search(model, source, lengths)
 
 
 def test_features_and_positions_are_refused():
     words = real("onmt.modules.embeddings", *PIPELINE).Embeddings
     _, served = made("OpenNMT")
-    served.decoder.embeddings = words(12, V, word_padding_idx=1, position_encoding=True)
+    served.decoder.embeddings = words(12, V, word_padding_idx=1, position_encoding=True).eval()
     with pytest.raises(InputError, match="its words have features or positions"):
-        make_search_model(served)
+        search_with(served)
     _, served = made("eole")
     served.tgt_emb.normalize = True
     with pytest.raises(InputError, match="its words have positions, or are normalised"):
-        make_search_model(served)
+        search_with(served)
 
 
-def test_parameters_are_read_at_each_search():
-    _, served = made("joeynmt", torch.float32)
+@pytest.mark.parametrize("kind", ["d2l", "tutorial", "OpenNMT, mlp, two layers", "eole", "joeynmt",
+                                  "bentrevett"])  # fmt: skip
+def test_no_hook_is_passed_over(kind):
+    """Of any module of the decoder, or around its words."""
+    _, served = made(kind)
+    parts = modules(served)
+    model, decoder = make_search_model(*parts), getattr(served, "decoder", None)
+    decoder = served[1] if decoder is None else decoder
+    words = [x for x in (getattr(served, "trg_embed", None), getattr(served, "tgt_emb", None)) if x]
+    for module in (*decoder.modules(), *words):
+        handle = module.register_forward_hook(lambda *_: None)
+        with pytest.raises(InputError, match=r"model cannot be searched with: .*hooks"):
+            greedy_search(model, SOURCE, LENGTHS, **IDS)
+        handle.remove()
+    greedy_search(model, SOURCE, LENGTHS, **IDS)
+
+
+def test_other_parts_are_refused():
+    _, served = made("d2l")
+    model = make_search_model(served)
+    served.decoder.embedding.max_norm = 0.1
+    with pytest.raises(InputError, match="its embedding or output layer is no plain module"):
+        greedy_search(model, SOURCE, LENGTHS, **IDS)
+    served.decoder.embedding.max_norm = None
+    nn.utils.parametrizations.spectral_norm(served.decoder.rnn, "weight_ih_l0")
+    served.eval()
+    with pytest.raises(InputError, match=r"its recurrent layer is no plain nn\.GRU or nn\.LSTM"):
+        greedy_search(model, SOURCE, LENGTHS, **IDS)
+    _, served = made("OpenNMT")
+    model = make_search_model(served)
+    served.generator = nn.Linear(16, V - 1).double()
+    with pytest.raises(InputError, match="it scores more or fewer words than it embeds"):
+        greedy_search(model, SOURCE, LENGTHS, **IDS)
+    served.generator = nn.Sequential(nn.Linear(16, V)).eval()
+    with pytest.raises(InputError, match="output layer is no plain module"):
+        greedy_search(model, SOURCE, LENGTHS, **IDS)
+
+
+@pytest.mark.parametrize("kind", ["joeynmt", "OpenNMT"])
+def test_parameters_are_read_at_each_search(kind):
+    _, served = made(kind, torch.float32)
     model = make_search_model(served)
     first = beam_search(model, SOURCE, LENGTHS, **IDS)
     int8 = beam_search(model, SOURCE, LENGTHS, int8=True, **IDS)
     assert int8.sequences.shape[:2] == first.sequences.shape[:2]
+    twin = copy.deepcopy(model)
     with torch.no_grad():
-        served.decoder.att_vector_layer.weight.mul_(-1)
+        for p in served.decoder.rnn.parameters():
+            p.mul_(-1)
+    last = "generator" if kind == "OpenNMT" else "output_layer"
+    owner = served if kind == "OpenNMT" else served.decoder
+    setattr(owner, last, copy.deepcopy(getattr(owner, last)))
     second = beam_search(model, SOURCE, LENGTHS, **IDS)
     assert not torch.equal(first.scores, second.scores)
+    fresh = beam_search(make_search_model(served), SOURCE, LENGTHS, **IDS)
+    torch.testing.assert_close(second, fresh)
+    torch.testing.assert_close(first, beam_search(twin, SOURCE, LENGTHS, **IDS))
+
+
+def test_a_search_leaves_the_decoders_state_alone():
+    _, served = made("OpenNMT")
+    before = dict(served.decoder.state)
+    search_with(served)
+    assert served.decoder.state == before
+
+
+def test_words_beyond_the_vocabulary_are_for_its_own_code():
+    plain, served = made("bentrevett")
+    order = LENGTHS.argsort(descending=True)
+    for word in (V, -1, -100):
+        target = torch.full((5, 6), 4)
+        target[2, 1] = word
+        for model in (plain, served):
+            with pytest.raises(IndexError), mock.patch("random.random", return_value=0.1):
+                model(SOURCE[order].T, LENGTHS[order], target, 0.5)
+    plain, served = made("d2l")
+    target = torch.full((6, 4), V)
+    for model in (plain, served):
+        with pytest.raises(IndexError):
+            model.predict_step((SOURCE, target, LENGTHS, target), torch.device("cpu"), 3)
+
+
+def test_half_precision_is_for_its_own_code():
+    plain, served = made("tutorial", torch.bfloat16)
+    inputs = plain[0](SOURCE)
+    assert not found_in_one(lambda: served[1](*inputs))
     torch.testing.assert_close(
-        second, beam_search(make_search_model(served), SOURCE, LENGTHS, **IDS)
+        served[1](*inputs)[0].exp().sum(-1), plain[1](*inputs)[0].exp().sum(-1)
     )
 
 
-def test_hooks_are_for_the_loop():
-    _, served = made("d2l")
-    model = make_search_model(served)
-    served.decoder.attention.register_forward_hook(lambda *_: None)
-    done = attnfast.explain(greedy_search, model, SOURCE, LENGTHS, **IDS)
-    assert "greedy search: step by step" in str(done) and "hooks" in str(done)
+@pytest.mark.filterwarnings("ignore:The tensor attributes")
+def test_a_graph_without_a_target_is_exported():
+    _, served = made("tutorial", torch.float32)
+    inputs = tuple(x.detach() for x in served[0](SOURCE))
+    graph = torch.export.export(served[1], inputs, strict=False)
+    torch.testing.assert_close(graph.module()(*inputs)[0], served[1](*inputs)[0])

@@ -58,7 +58,7 @@ def described(self, hidden, source, mask):
     query = linear_of(linear.weight[:, : hidden.shape[1]], linear.bias)
     output = self.fc_out if hasattr(self, "fc_out") else self.out
     layer = Layer.of(self.rnn)
-    return DecoderParts(layer, query, self.embedding, output, self.attention), memory
+    return DecoderParts(layer, query, self.embedding, output, self), memory
 
 
 class Steps:
@@ -84,11 +84,11 @@ class Steps:
 
         words, state, first = words.clone(), RecurrentState(hidden), 0
         if predicted and dropped is None:
-            given = words.clone()
-            given[:, predicted] = -1
+            forced = words.masked_fill(words < 0, decoder.embedding.num_embeddings)  # refused
+            forced[:, predicted] = -1
             steps = len(input) - 1
             try:
-                words[:, 1:] = find_words(decoder, memory, state, words[:, 0], steps, given[:, 1:])
+                words[:, 1:] = find_words(decoder, memory, state, words[:, 0], steps, forced[:, 1:])
                 predicted = []
             except UnsupportedCall as error:  # single steps follow
                 record("words of a model", "step by step", str(error))
@@ -131,20 +131,17 @@ def translated(self, trg, ratio, *sources):
     return torch.cat([zeros, steps]).to(zeros.dtype)
 
 
-def search(model, *_):
-    def encode(source, lengths):
-        decoder = model.decoder
-        order = lengths.argsort(descending=True, stable=True)  # as for packed sources
-        back = order.argsort()
-        words = source[order].T
-        sizes = [lengths[order].cpu()][: "src_len" in arguments(model)]
-        states, hidden = model.encoder(words, *sizes)
-        mask = model.create_mask(words)[back] if hasattr(model, "create_mask") else None
-        states = batch_first(decoder.attention, states)[back]
-        parts, memory = described(decoder, hidden[back], states, mask)
-        return parts, memory, RecurrentState(hidden[back])
-
-    return encode
+def encode(source, lengths, model):
+    """Return the decoder's parts, the memory of sources and the first state."""
+    decoder, packed = model.decoder, "src_len" in arguments(model)
+    order = lengths.argsort(descending=True, stable=True)  # as for packed sources
+    back = order.argsort()
+    words = source[order].T[: int(lengths.max()) if packed else None]
+    states, hidden = model.encoder(words, *([lengths[order].cpu()] if packed else []))
+    mask = model.create_mask(words)[back] if hasattr(model, "create_mask") else None
+    states = batch_first(decoder.attention, states)[back]
+    parts, memory = described(decoder, hidden[back], states, mask)
+    return parts, memory, RecurrentState(hidden[back])
 
 
 class Model:
@@ -246,7 +243,7 @@ ADAPTERS = [
             example=partial(translate, packed=packed),
             weight_scale=2.0,  # a recurrence amplifies rounding errors
             skip_reason=loop_skip_reason,
-            search=search,
+            search=encode,
             note=f"a row without keys has weights 0 instead of equal ones; {LOOP}",
         )
         for edition, implementation, packed in (

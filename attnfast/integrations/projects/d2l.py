@@ -59,7 +59,7 @@ def parts_of(decoder):
     layer, attention = Layer.of(decoder.rnn), decoder.attention
     if layer.weight_ih is not None:
         layer = layer._replace(weight_ih=layer.weight_ih.roll(-attention.W_k.in_features, 1))
-    return DecoderParts(layer, attention.W_q, decoder.embedding, decoder.dense, attention)
+    return DecoderParts(layer, attention.W_q, decoder.embedding, decoder.dense, decoder)
 
 
 def memory_of(attention, source, valid_lens):
@@ -92,22 +92,20 @@ class Decoder:
         return self.dense(steps.output), [source, last_states(steps.states), valid_lens]
 
 
-def search(decoder, model):
-    def encode(source, lengths):
-        states, hidden, valid_lens = decoder.init_state(model.encoder(source, lengths), lengths)
-        return parts_of(decoder), memory_of(decoder.attention, states, valid_lens), state_of(hidden)
-
-    return encode
+def encode(source, lengths, decoder, model):
+    """Return a decoder's parts, the memory of sources and the first state."""
+    states, hidden, valid_lens = decoder.init_state(model.encoder(source, lengths), lengths)
+    return parts_of(decoder), memory_of(decoder.attention, states, valid_lens), state_of(hidden)
 
 
 class Model:
-    """The most probable words."""
+    """The words y_t = argmax P(y | y_1, ..., y_{t−1}), from one search."""
 
     def predict_step(self, batch, device, num_steps, save_attention_weights=False):
         source, target, lengths, _ = (x.to(device) for x in batch)
         decoder, attention = self.decoder, self.decoder.attention
-        if decoder.training:
-            raise UnsupportedCall("its decoder is in training mode")
+        if decoder.training or not (target[:, 0] == target[:1, 0]).all():
+            raise UnsupportedCall("it is in training mode, or rows start with different words")
         state = decoder.init_state(self.encoder(source, lengths), lengths)
         memory = memory_of(attention, state[0], state[2])
         words = find_words(parts_of(decoder), memory, state_of(state[1]), target[:, 0], num_steps)
@@ -184,7 +182,7 @@ ADAPTERS = [
         example=translate,
         weight_scale=4.0,  # a recurrence amplifies rounding errors
         skip_reason=lambda decoder: gru_skip_reason(decoder.rnn),
-        search=search,
+        search=encode,
         note=f"{EMPTY}; {LOOP}, and training with dropout",
     ),
     Adapter(

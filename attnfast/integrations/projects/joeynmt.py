@@ -51,35 +51,31 @@ class Bahdanau(Luong):
         return self.proj_query, self.energy_layer.weight
 
 
-def described(decoder, source, mask, embeddings=None):
-    """Return the parts of a decoder, and the memory of its source with projected keys."""
-    attention, output = decoder.attention, decoder.att_vector_layer
-    query, size = getattr(attention, "query_layer", None), decoder.rnn.hidden_size
-    rolled = linear_of(output.weight.roll(-size, 1), output.bias)  # for [c; h]
-    layer = Layer.of(decoder.rnn, output=rolled, attends_first=False)
+def layer_and_memory(self, source, mask):
+    """Return the cells and the layer after the attention, and the memory of projected keys."""
+    attention, output = self.attention, self.att_vector_layer
+    rolled = linear_of(output.weight.roll(-self.rnn.hidden_size, 1), output.bias)  # for [c; h]
     memory = Memory(attention.proj_keys, source, mask=mask > 0)
-    if query is not None:
+    if hasattr(attention, "energy_layer"):
         weight = attention.energy_layer.weight[0]
         memory = memory._replace(score_vector=weight, score="tanh")
-    scale = 1.0 if embeddings is None or not embeddings.scale else embeddings.embedding_dim**0.5
-    table = getattr(embeddings, "lut", None)
-    return DecoderParts(layer, query, table, decoder.output_layer, attention, scale), memory
+    return Layer.of(self.rnn, output=rolled, attends_first=False), memory
 
 
-def search(decoder, model):
-    def encode(source, lengths):
-        order = lengths.argsort(descending=True, stable=True)  # as for packed sources
-        mask = length_mask(lengths, source.shape[1]).unsqueeze(1)
-        states, last = model._encode(
-            src=source[order], src_length=lengths[order], src_mask=mask[order]
-        )
-        states, last = states[order.argsort()], last[order.argsort()]
-        decoder.attention.compute_proj_keys(states)
-        parts, memory = described(decoder, states, mask, model.trg_embed)
-        hidden = decoder._init_hidden(last)
-        return parts, memory, state_of(*(hidden if isinstance(hidden, tuple) else (hidden,)))
-
-    return encode
+def encode(source, lengths, decoder, model):
+    """Return a decoder's parts, the memory of sources and the first state."""
+    order = lengths.argsort(descending=True, stable=True)  # as for packed sources
+    mask = length_mask(lengths, source.shape[1]).unsqueeze(1)
+    states, last = model._encode(src=source[order], src_length=lengths[order], src_mask=mask[order])
+    states, last = states[order.argsort()], last[order.argsort()]
+    decoder.attention.compute_proj_keys(states)
+    layer, memory = layer_and_memory(decoder, states, mask)
+    words, hidden = model.trg_embed, decoder._init_hidden(last)
+    parts = DecoderParts(
+        layer, getattr(decoder.attention, "query_layer", None), words.lut, decoder.output_layer,
+        decoder, words.embedding_dim**0.5 if words.scale else 1.0, wrappers=(words,),
+    )  # fmt: skip
+    return parts, memory, state_of(*(hidden if isinstance(hidden, tuple) else (hidden,)))
 
 
 class Decoder:
@@ -123,14 +119,14 @@ class Decoder:
         state = state_of(*states, feed=feed[0][0] if feed else None)
         weight = None if query is None else attention.energy_layer.weight
         if self.input_feeding:
-            parts_of_all, memory = described(self, encoder_output, src_mask)
+            fed_layer, memory = layer_and_memory(self, encoder_output, src_mask)
             masks = {"dropout_between": layer_masks}
             if input_mask is not None:
                 input_mask, masks["dropout_feed"] = input_mask.tensor_split((words.shape[2],), -1)
                 words = words * input_mask
             if joined_mask is not None:
                 masks["dropout_joined"] = joined_mask.roll(-rnn.hidden_size, -1)
-            steps = run_decoder(parts_of_all.layer, words, state, query, memory, **masks)
+            steps = run_decoder(fed_layer, words, state, query, memory, **masks)
             vectors, weights = steps.attentional, steps.weights
         else:
             words = apply_mask(words, input_mask)
@@ -209,7 +205,7 @@ ADAPTERS = [
         skip_reason=lambda decoder: (
             None if decoder.activation is torch.tanh else "its attentional vectors have no tanh"
         ),
-        search=search,
+        search=encode,
         note=f"{COMMON['note']}; {LOOP}",
     ),
 ]

@@ -64,13 +64,18 @@ class OpenNMT:
         return attended(self, src, enc_out, lengths=lengths_of(self, enc_out, src_len))
 
 
+def layer_of(self):
+    """Return the cells and the layer after the attention."""
+    return Layer.of_cells(
+        *self.rnn.layers, output=self.attn.linear_out, attends_first=False,
+        output_tanh=self.attn.attn_type != "mlp",
+    )  # fmt: skip
+
+
 def stack_of(self, T, enc_out):
     """Return the cells and the layer after the attention, if the operator can run T steps."""
     attention, hidden, cells = self.attn, self.state["hidden"], self.rnn.layers
-    layer = Layer.of_cells(
-        *cells, output=attention.linear_out, attends_first=False,
-        output_tanh=attention.attn_type != "mlp",
-    )  # fmt: skip
+    layer = layer_of(self)
     dropouts = [x for x in (self.rnn.dropout, self.dropout) if x is not None]
     own = [x for x in (self.rnn, getattr(self, "copy_attn", None)) if x is not None]
     plain = all(is_plain(x, type(x)) for x in own) and all(
@@ -114,52 +119,49 @@ def unrolled(self, layer, words, source, **seen):
     return tuple(last), steps.attentional, steps.weights
 
 
-def search(decoder, model, table, read):
-    """Return how a model encodes; ``read(source, lengths)`` returns the states and the mask.
+def encoded(decoder, table, output, start, *wrappers):
+    """Return a decoder's parts, the memory of sources and the first state.
 
-    It starts the decoder's state.
+    ``start()`` returns the encoder's states and the mask as the memory has it, and starts the
+    decoder's state, which is then as it was before.
     """
-    output = model.generator
-    if not is_plain(output, nn.Linear):
-        raise UnsupportedCall("its generator is no plain nn.Linear")
-
-    def encode(source, lengths):
-        states, seen = read(source, lengths)
-        layer, attention = stack_of(decoder, 2, states), decoder.attn
-        query, memory = memory_of(attention, states, **seen)
-        parts = DecoderParts(
-            layer, query, table, output, attention, normalisation=attention.attn_func
-        )
-        feed = decoder.state["input_feed"][0]
-        return parts, memory, state_of(*decoder.state["hidden"], feed=feed)
-
-    return encode
+    kept, attention = dict(decoder.state), decoder.attn
+    states, seen = start()
+    hidden, feed = decoder.state["hidden"], decoder.state["input_feed"][0]
+    decoder.state.clear()
+    decoder.state.update(kept)
+    query, memory = memory_of(attention, states, **seen)
+    parts = DecoderParts(
+        layer_of(decoder), query, table, output, decoder,
+        normalisation=attention.attn_func, wrappers=wrappers,
+    )  # fmt: skip
+    return parts, memory, state_of(*hidden, feed=feed)
 
 
-def search_opennmt(decoder, model):
-    def read(source, lengths):
+def encode_opennmt(source, lengths, decoder, model):
+    def start():
         words = source.unsqueeze(-1)
-        states, final, lengths = model.encoder(words, lengths)
+        states, final, sizes = model.encoder(words, lengths)
         decoder.init_state(words, states, final)
-        return states, {"lengths": lengths_of(decoder, states, lengths)}
+        return states, {"lengths": lengths_of(decoder, states, sizes)}
 
     tables = decoder.embeddings.make_embedding
     if len(tables) != 1 or len(tables[0]) != 1:
         raise UnsupportedCall("its words have features or positions")
-    return search(decoder, model, tables[0][0], read)
+    return encoded(decoder, tables[0][0], model.generator, start)
 
 
-def search_eole(decoder, model):
-    def read(source, lengths):
+def encode_eole(source, lengths, decoder, model):
+    def start():
         seen = length_mask(lengths, source.shape[1]).unsqueeze(1)
         states, final = model.encoder(model.src_emb(source), pad_mask=~seen)
         decoder.init_state(src=source, enc_out=states, enc_final_hs=final)
         return states, {"mask": seen}
 
-    table = model.tgt_emb
-    if hasattr(table, "pe") or table.normalize:
+    words = model.tgt_emb
+    if hasattr(words, "pe") or words.normalize:
         raise UnsupportedCall("its words have positions, or are normalised")
-    return search(decoder, model, table.embeddings, read)
+    return encoded(decoder, words.embeddings, model.generator, start, words)
 
 
 class InputFeed:
@@ -289,9 +291,9 @@ ADAPTERS = [
         **COMMON,
     ),
 ]
-for owner, place, implementation, how, searched in (
-    ("OpenNMT-py", "onmt.decoders.decoder", InputFeed, translate, search_opennmt),
-    ("eole", "eole.decoders.rnn_decoder", EoleInputFeed, translate_embedded, search_eole),
+for owner, place, implementation, how, encode in (
+    ("OpenNMT-py", "onmt.decoders.decoder", InputFeed, translate, encode_opennmt),
+    ("eole", "eole.decoders.rnn_decoder", EoleInputFeed, translate_embedded, encode_eole),
 ):
     whole = Adapter(
         name=f"{owner}'s InputFeedRNNDecoder",
@@ -303,7 +305,7 @@ for owner, place, implementation, how, searched in (
         example=how,
         weight_scale=4.0,  # a recurrence amplifies rounding errors
         skip_reason=decoder_skip_reason,
-        search=searched,
+        search=encode,
         note=f"{COMMON['note']}; {LOOP}",
     )
     ADAPTERS += [own_loop(whole, "_run_forward_pass", attention_skip_reason), whole]

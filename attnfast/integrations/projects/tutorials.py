@@ -51,7 +51,7 @@ def parts_of(decoder):
     """Return the decoder's parts."""
     attention = decoder.attention
     layer = Layer.of(decoder.gru)
-    return DecoderParts(layer, attention.Wa, decoder.embedding, decoder.out, attention)
+    return DecoderParts(layer, attention.Wa, decoder.embedding, decoder.out, decoder)
 
 
 def memory_of(attention, source):
@@ -90,12 +90,10 @@ class TranslationDecoder:
         return F.log_softmax(self.out(states), -1), last, steps.weights
 
 
-def search(decoder, encoder, *_):
-    def encode(source, lengths):
-        states, hidden = encoder(source)
-        return parts_of(decoder), memory_of(decoder.attention, states), RecurrentState(hidden[0])
-
-    return encode
+def encode(source, lengths, decoder, encoder):
+    """Return a decoder's parts, the memory of sources and the first state."""
+    states, hidden = encoder(source)
+    return parts_of(decoder), memory_of(decoder.attention, states), RecurrentState(hidden[0])
 
 
 class Chatbot:
@@ -173,7 +171,7 @@ ADAPTERS = [
         example=translate,
         weight_scale=2.0,  # a recurrence amplifies rounding errors
         skip_reason=decoder_skip_reason,
-        search=search,
+        search=encode,
     ),
     Adapter(
         name="the chatbot tutorial's Attn",
