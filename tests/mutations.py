@@ -566,7 +566,6 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         "_Beam.next_state": [
             ("first = (~goes_on).int()", "first = goes_on.int()"),
             ("(count == 0)", "(count >= 0)"),
-            ("self.slots == 0", "self.slots >= 0"),
             ("~live | ends_now", "ends_now"),
         ],
         "_Beam.finish": [
@@ -575,7 +574,6 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         ],
         "_Beam.uncovered": [("logs = logs.masked_fill(~self.of_slots(mask), 0)", "pass")],
         "_Draws.next_state": [
-            ("torch.where(done, call.begin, words)", "words"),
             ("stuck | (says &", "(says &"),
         ],
     },

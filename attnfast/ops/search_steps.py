@@ -306,7 +306,7 @@ class _Beam(_Steps):
         before = self.parents.index_select(0, (t - 1).clamp_min(0))[0, :, :1]
         so_far = {
             "words": state["words"], "word_scores": state["word_scores"],
-            "lengths": t * (self.slots == 0), "slots": before,
+            "lengths": t, "slots": before,
         }  # fmt: skip
         for name, x in so_far.items():
             kept[name] = _at(unfinished, x.expand_as(kept[name]), kept[name])
