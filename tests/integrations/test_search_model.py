@@ -464,3 +464,29 @@ def test_a_graph_without_a_target_is_exported():
     inputs = tuple(x.detach() for x in served[0](SOURCE))
     graph = torch.export.export(served[1], inputs, strict=False)
     torch.testing.assert_close(graph.module()(*inputs)[0], served[1](*inputs)[0])
+
+
+@pytest.mark.parametrize("kind", ["joeynmt", "joeynmt, Luong", "joeynmt, nothing fed"])
+def test_joeynmts_own_search(kind):
+    """Its greedy search: the same words, scores and attention weights."""
+    plain, served = made(kind)
+    model = make_search_model(served)
+    order = LENGTHS.argsort(descending=True, stable=True)
+    source, lengths = SOURCE[order], LENGTHS[order]
+    seen = (torch.arange(7) < lengths[:, None]).unsqueeze(1)
+    with torch.no_grad():
+        states, hidden = plain._encode(source, lengths, seen)
+        words, scores, weights = real("joeynmt.search", *UNUSED).greedy(
+            seen, 8, plain, states, hidden, return_prob="hyp"
+        )
+    found = greedy_search(
+        model, source, lengths, max_length=8, min_length=1, need_weights=True, **IDS
+    )
+    # joeynmt's scores are of all words: forbidden ones have theirs
+    same = {"prefix": found.best, "max_length": 8, **IDS, "forbidden": ()}
+    of_all = greedy_search(model, source, lengths, **same)
+    for b, best in enumerate(found.best):
+        n, own = len(best), words[b].tolist()
+        assert best == own[:n] and (n == 8 or own[n] == 3)
+        torch.testing.assert_close(of_all.word_scores[b, 0, :n].float(), scores[b, :n])
+        torch.testing.assert_close(found.weights[b, 0, :n].float(), weights[b, :n])
