@@ -77,7 +77,7 @@ class Constraints(NamedTuple):
         """Return the arguments of the operator ``search`` that constrain words."""
         mask = torch.ones(1, V, dtype=torch.bool, device=self.limits.device)
         if self.word_mask is not None:
-            mask = self._padded_mask(V).clone()
+            mask = self._padded_mask(V)  # a copy
         mask[:, [word for word in self.forbidden if word < V]] = False
         return {
             "word_mask": mask, "prefix": self.prefix, "min_length": self.min_length,
