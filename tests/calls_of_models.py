@@ -86,6 +86,7 @@ def translators() -> Table:
         "greedy_search": (decoding.greedy_search, options),
         "beam_search": (decoding.beam_search, options | penalties | {"beam": 2, "n_best": 2}),
         "sample": (decoding.sample, options | draws | {"samples": 2}),
+        "sharing_packed_parameters": (decoding.sharing_packed_parameters, {"model": model}),
     }
     for name in ("FixedContext", "MeanContext"):
         context = getattr(models, name)()

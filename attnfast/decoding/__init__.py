@@ -2,7 +2,12 @@
 
 from attnfast.decoding._hypotheses import Scorer, SearchOutput
 from attnfast.decoding.memory import Memory, attend, attend_with_history, check_memory, prepare
-from attnfast.decoding.search import beam_search, greedy_search, sample
+from attnfast.decoding.search import (
+    beam_search,
+    greedy_search,
+    sample,
+    sharing_packed_parameters,
+)
 
 __all__ = [
     "Memory",
@@ -15,4 +20,5 @@ __all__ = [
     "greedy_search",
     "prepare",
     "sample",
+    "sharing_packed_parameters",
 ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -50,7 +50,14 @@ from attnfast.ops.packing import Packed, pack_parameters, upcast_halves
 from attnfast.ops.search import LEAST_COVERAGE, MOST_BEAM, SEARCH, SearchInputs
 from attnfast.ops.search_steps import draw_words
 
-__all__ = ["Scorer", "SearchOutput", "beam_search", "greedy_search", "sample"]
+__all__ = [
+    "Scorer",
+    "SearchOutput",
+    "beam_search",
+    "greedy_search",
+    "sample",
+    "sharing_packed_parameters",
+]
 
 #: The largest exponent of lengths; a power with a larger one would overflow.
 MAX_WEIGHT = 64
@@ -340,9 +347,7 @@ def _begin(
     **options: Any,
 ) -> Search:
     """Check the arguments that all searches share, and encode the sources."""
-    has_both = all(callable(getattr(model, name, None)) for name in ("encode", "decode"))
-    if not has_both or isinstance(model, type):
-        raise_type_error("model", "an object with encode(...) and decode(...)", describe(model))
+    _check_model(model)
     check_tensor("source", source)
     check_tensor("lengths", lengths)
     if not source.dim():
@@ -423,13 +428,35 @@ def _run_operator(name: str, search: Search, **options: Any) -> SearchOutput | N
 _PACKED: WeakKeyDictionary[Any, Packed | None] = WeakKeyDictionary()
 
 
-@contextmanager
-def sharing_packed_parameters(model: Any) -> Iterator[None]:
-    """Let the searches of this block share a model's packed parameters, which must not change.
+def sharing_packed_parameters(model: Any) -> AbstractContextManager[None]:
+    """Let the searches within a ``with`` block share a model's packed parameters.
 
-    Outside of such a block every search packs them: not every change is visible, such as one by a
-    fused optimizer.
+    Outside of such a block every search packs them anew, because not every change of parameters is
+    visible, such as one by a fused optimizer. Within the block they must not change.
+
+    Args:
+        model: as in :func:`beam_search`.
+
+    Returns:
+        A context manager. The block may search with other models, too.
+
+    Raises:
+        TypeError: ``model`` is no model.
+
+    Example:
+        >>> from attnfast.decoding import greedy_search, sharing_packed_parameters
+        >>> from attnfast.models import Config, build
+        >>> model = build(Config(vocab_size=100, embed_dim=8, hidden_dim=8)).eval()
+        >>> with sharing_packed_parameters(model):
+        ...     for words in torch.randint(4, 100, (3, 1, 5)):
+        ...         found = greedy_search(model, words, torch.tensor([5]))
     """
+    _check_model(model)
+    return _sharing(model)
+
+
+@contextmanager
+def _sharing(model: Any) -> Iterator[None]:
     if model in _PACKED:
         yield
         return
@@ -438,6 +465,12 @@ def sharing_packed_parameters(model: Any) -> Iterator[None]:
         yield
     finally:
         _PACKED.pop(model, None)
+
+
+def _check_model(model: Any) -> None:
+    has_both = all(callable(getattr(model, name, None)) for name in ("encode", "decode"))
+    if not has_both or isinstance(model, type):
+        raise_type_error("model", "an object with encode(...) and decode(...)", describe(model))
 
 
 def _pack(model: Any, call: SearchInputs, backend: str, int8: bool) -> SearchInputs:

@@ -219,7 +219,7 @@ def _translate_stream(
     to_text: Callable[[str, Translation], str],
 ) -> None:
     """Translate the lines of the standard input as they come, and write them at once."""
-    from attnfast.decoding.search import sharing_packed_parameters
+    from attnfast.decoding import sharing_packed_parameters
     from attnfast.translate.data import stream_lines
     from attnfast.translate.evaluate import translate as translate_lines
 

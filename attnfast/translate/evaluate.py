@@ -17,9 +17,8 @@ from attnfast._utils.checks import (
     out_of_memory,
 )
 from attnfast._utils.settings import check_settings, setting, with_settings
-from attnfast.decoding import SearchOutput, beam_search, sample
+from attnfast.decoding import SearchOutput, beam_search, sample, sharing_packed_parameters
 from attnfast.decoding._constraints import search_limits
-from attnfast.decoding.search import sharing_packed_parameters
 from attnfast.models import BOS, PAD, UNK, FixedContext, Seq2Seq
 from attnfast.ops.arguments import length_mask
 from attnfast.translate.data import Tokenizer, pad_sources
