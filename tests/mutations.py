@@ -578,7 +578,6 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         ],
     },
     ("attnfast/ops/search_steps.py", "tests/test_pretend_gpu.py -k shows"): {
-        "_Steps.run": [("and t == 1:", "and t == 0:")],
         "_Steps.step": [("self.state[name].copy_(x)", "self.state[name] = x")],
     },
     ("attnfast/decoding/_constraints.py", "tests/test_models.py -k 'possible or said'"): {
