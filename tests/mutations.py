@@ -649,6 +649,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
             ("decoder.state.update(kept)", "pass"),
         ],
         "encode_opennmt": [("len(tables) != 1 or", "")],
+        "read": [("or not encoder.use_bridge:", ":"), ("embedded, None, lengths)", "embedded)")],
         "encode_eole": [("or words.normalize", "")],
     },
     ("attnfast/integrations/projects/joeynmt.py", "tests/integrations/test_search_model.py"): {

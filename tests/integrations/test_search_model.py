@@ -62,13 +62,15 @@ def tutorial_model():
     return nn.ModuleList([TutorialEncoder(), AttnDecoderRNN(10, V)])
 
 
-def onmt_model(kind="general", rnn="LSTM", layers=1, **more):
+def onmt_model(kind="general", rnn="LSTM", layers=1, bridge=False, **more):
     decoders = real("onmt.decoders.decoder", *PIPELINE)
     encoders = real("onmt.encoders.rnn_encoder", *PIPELINE)
     words = real("onmt.modules.embeddings", *PIPELINE).Embeddings
     tables = [words(12, V, word_padding_idx=1) for _ in range(2)]
     model = nn.Module()
-    model.encoder = encoders.RNNEncoder(rnn, True, layers, 16, embeddings=tables[0])
+    model.encoder = encoders.RNNEncoder(
+        rnn, True, layers, 16, embeddings=tables[0], use_bridge=bridge
+    )
     model.decoder = decoders.InputFeedRNNDecoder(
         rnn, True, layers, 16, kind, embeddings=tables[1], **more
     )
@@ -76,12 +78,12 @@ def onmt_model(kind="general", rnn="LSTM", layers=1, **more):
     return model
 
 
-def eole_model(kind="general", layers=1):
+def eole_model(kind="general", layers=1, rnn="LSTM"):
     decoders = real("eole.decoders.rnn_decoder", "yaml", "pydantic")
     encoders = real("eole.encoders.rnn_encoder", "yaml", "pydantic")
     words = real("eole.modules.embeddings", "yaml", "pydantic").Embeddings
     config = SimpleNamespace(
-        encoder_type="brnn", hidden_size=16, rnn_type="LSTM", layers=layers, bridge=False,
+        encoder_type="brnn", hidden_size=16, rnn_type=rnn, layers=layers, bridge=False,
         src_word_vec_size=12, tgt_word_vec_size=12, bidirectional_encoder=True, coverage_attn=False,
         context_gate=None, global_attention=kind, global_attention_function="softmax",
     )  # fmt: skip
@@ -122,8 +124,10 @@ MODELS = {
     "OpenNMT": onmt_model,
     "OpenNMT, dot": lambda: onmt_model("dot", "GRU"),
     "OpenNMT, mlp, two layers": lambda: onmt_model("mlp", layers=2),
+    "OpenNMT, bridge": lambda: onmt_model(rnn="GRU", layers=2, bridge=True),
     "OpenNMT, sparsemax": lambda: onmt_model(attn_func="sparsemax"),
     "eole": eole_model,
+    "eole, GRU": lambda: eole_model(rnn="GRU"),
     "eole, mlp": lambda: eole_model("mlp", 2),
     "joeynmt": joeynmt_model,
     "joeynmt, Luong": lambda: joeynmt_model("luong", rnn_type="lstm", num_layers=2),

@@ -23,6 +23,7 @@ from attnfast.integrations.fused_decoders import (
 from attnfast.integrations.helpers import attend_to_source, is_plain, project, project_joined
 from attnfast.integrations.own_loop import own_loop
 from attnfast.integrations.search_model import DecoderParts
+from attnfast.nn._fused_rnn import run_rnn
 from attnfast.nn._layer import Layer
 from attnfast.ops.arguments import length_mask
 
@@ -138,10 +139,27 @@ def encoded(decoder, table, output, start, *wrappers):
     return parts, memory, state_of(*hidden, feed=feed)
 
 
+def read(encoder, place, embedded, bridge, lengths=None):
+    """Return the states of a project's own recurrent encoder and its last ones, or None.
+
+    ``bridge`` is the name of its method that changes the last states. None is for other encoders,
+    and where PyTorch's recurrent layer is as fast.
+    """
+    cls = type(encoder)
+    if f"{cls.__module__}.{cls.__qualname__}" != place or not is_plain(encoder, cls):
+        return None
+    done = run_rnn(encoder.rnn, embedded, None, lengths)
+    if done is None or not encoder.use_bridge:
+        return done
+    return done[0], getattr(encoder, bridge)(done[1])
+
+
 def encode_opennmt(source, lengths, decoder, model):
     def start():
-        words = source.unsqueeze(-1)
-        states, final, sizes = model.encoder(words, lengths)
+        words, encoder = source.unsqueeze(-1), model.encoder
+        place, sizes = "onmt.encoders.rnn_encoder.RNNEncoder", lengths.long()
+        states = read(encoder, place, encoder.embeddings(words), "_bridge", sizes)
+        states, final = states or encoder(words, lengths)[:2]
         decoder.init_state(words, states, final)
         return states, {"lengths": lengths_of(decoder, states, sizes)}
 
@@ -154,7 +172,9 @@ def encode_opennmt(source, lengths, decoder, model):
 def encode_eole(source, lengths, decoder, model):
     def start():
         seen = length_mask(lengths, source.shape[1]).unsqueeze(1)
-        states, final = model.encoder(model.src_emb(source), pad_mask=~seen)
+        place, embedded = "eole.encoders.rnn_encoder.RNNEncoder", model.src_emb(source)
+        states = read(model.encoder, place, embedded, "_apply_bridge")
+        states, final = states or model.encoder(embedded, pad_mask=~seen)
         decoder.init_state(src=source, enc_out=states, enc_final_hs=final)
         return states, {"mask": seen}
 
