@@ -1753,7 +1753,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
             ("if (sum > number * total) break;", "if (sum >= number) break;"),
         ],
     },
-    ("csrc/cpu/search_copying.h", "tests/test_search.py -k 'cpu and copying'"): {
+    ("csrc/cpu/search_copying.h", "tests/test_search.py -k 'cpu and cop'"): {
         "keep": [("words(s)[at] < end", "words(s)[at] <= first")],
         "has": [("&& words(s)[at] == word", "")],
         "score": [

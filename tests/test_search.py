@@ -261,6 +261,21 @@ def test_no_word_ends(beam, draws, backend):
     assert any(3 in row[:-1] for row in rows)
 
 
+@pytest.mark.parametrize("draws", [(), ("numbers",)])
+def test_words_that_no_key_has_cannot_be_copied(draws, backend):
+    """Of keys without weight, as in padding: where only the end and copied words may come."""
+    served(backend)
+    case = Case("gru", None, "tanh", B=6, T=5, terms=("copying", "lengths", *draws), seed=1)
+    args = call("attend_first", replace(case, dtype=torch.float64), V=20, beam=6, n_best=6)
+    mask = (torch.arange(30) == 3) | (torch.arange(30) >= 20)
+    source = torch.arange(20, 27).expand(6, -1).contiguous()  # of seven keys, a word each
+    args = args._replace(word_mask=mask[None], source=source, lengths=torch.full((6,), 2))
+    found, wanted = SEARCH(backend, args), reference_search.search(args)
+    torch.testing.assert_close(found.words, wanted.words)
+    torch.testing.assert_close(found.word_scores, wanted.word_scores)
+    assert 20 < found.words.max() < 22
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("how", ["greedy", "beam", "draws"])
 def test_copying(how, kind, backend):
