@@ -392,7 +392,7 @@ def test_empty_batches_and_shortest_limits(find):
 
 
 def test_repeated_words_are_those_so_far():
-    """What follows the first words is not there yet."""
+    """Words after the first ``length`` do not count."""
     words = torch.tensor([[4, 5, 4, 0, 0], [4, 4, 4, 0, 0]])
     for length in (3, torch.tensor([3])):
         found = repeated_ngrams(words, 2, 7, length)

@@ -263,7 +263,7 @@ def test_no_word_ends(beam, draws, backend):
 
 @pytest.mark.parametrize("draws", [(), ("numbers",)])
 def test_words_that_no_key_has_cannot_be_copied(draws, backend):
-    """Of keys without weight, as in padding: where only the end and copied words may come."""
+    """Padding has no weight; only the end and copied words may come."""
     served(backend)
     case = Case("gru", None, "tanh", B=6, T=5, terms=("copying", "lengths", *draws), seed=1)
     args = call("attend_first", replace(case, dtype=torch.float64), V=20, beam=6, n_best=6)

@@ -51,8 +51,8 @@ class Constraints(NamedTuple):
     """The words that may come next.
 
     ``limits [B]``: the most words of each sentence's hypotheses, the end included; ``prefix
-    [B, P]``: the first words, −1 after them; ``word_mask [1 or B, V]``, False where a word may not
-    come; ``num_oov`` the number of words that only sources have; the others as in
+    [B, P]``: the words of the first steps, −1 for any; ``word_mask [1 or B, V]``, False where a
+    word may not come; ``num_oov`` the number of words that only sources have; the others as in
     :func:`attnfast.decoding.beam_search`.
     """
 

@@ -1,6 +1,6 @@
 """Search: greedy, with a beam, and by drawing words, over a batch of sources.
 
-The loops here run every search; greedy and beam searches run as one operator where a model has it
+The loops here run every search; all three run as one operator where a model has it
 (:mod:`attnfast.ops.search`).
 """
 

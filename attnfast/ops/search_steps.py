@@ -118,7 +118,7 @@ class _Steps:
             size = call.weight_ih.shape[1] - call.embedding.shape[1]
             state["feed"] = like.new_zeros(B * K, size) if call.feed is None else call.feed
         self.state = {name: x.clone() for name, x in state.items() if x is not None}
-        # Of all steps: the slot of a step that each slot after it continues, and weights.
+        # For every step: the slots that its new hypotheses continue, and the attention weights.
         self.parents = self.long(T, B, K)
         self.weights = like.new_zeros((T, B, K, self.Tk) if call.need_weights else 0)
 

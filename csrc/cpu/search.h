@@ -301,7 +301,7 @@ class BeamSearch {
   }
 
   // Return the shift that turns a logit of row r into its score, a log-probability: NaN if any score is,
-  // infinity if no word may come. With copying, the words of the source get their own scores;
+  // without copying infinity if no word may come. With copying, the words of the source get their own scores;
   // probabilities of the words that may come add up to 1.
   double normalise(const Factor<C>& outputs, int64_t r, int64_t i) const {
     const double sum = log_of_sum(room.masses + r * groups);

@@ -374,7 +374,7 @@ def test_features_and_positions_are_refused():
 @pytest.mark.parametrize("kind", ["d2l", "tutorial", "OpenNMT, mlp, two layers", "eole", "joeynmt",
                                   "bentrevett"])  # fmt: skip
 def test_no_hook_is_passed_over(kind):
-    """Of any module of the decoder, or around its words."""
+    """A hook on any module of the decoder, or around its words, is refused."""
     _, served = made(kind)
     parts = modules(served)
     model, decoder = make_search_model(*parts), getattr(served, "decoder", None)
