@@ -92,12 +92,8 @@ class DecoderParts(NamedTuple):
             states = [x.view(-1, *x.shape[-2:]) for x in state[:2] if x is not None]
             feed = [] if state.feed is None else [state.feed.unsqueeze(0)]
             parts = [x for x in (self.query_proj, self.layer.output) if x is not None]
-            reason = (
-                fusion_skip_reason(
-                    self.layer, 2, memory.value, states, self.decoder, *parts, feed=feed
-                )
-                or ""
-            )
+            source = self.layer, 2, memory.value, states
+            reason = fusion_skip_reason(*source, self.decoder, *parts, feed=feed) or ""
         attention = self.attend(memory)
         if not reason:
             weight = self.embedding.weight
@@ -105,8 +101,9 @@ class DecoderParts(NamedTuple):
         if backend is None:
             return None, None, reason
         call = search_inputs(
-            self.layer, attention, memory, state, constraints, backend, self.embedding.weight,
-            self.output.weight, self.output.bias, embedding_scale=self.scale,
+            self.layer, attention, memory, state, constraints, backend,
+            embedding=self.embedding.weight, weight_vocab=self.output.weight,
+            bias_vocab=self.output.bias, embedding_scale=self.scale,
         )  # fmt: skip
         return call, backend, ""
 

@@ -289,7 +289,8 @@ class ListenAttendSpell(nn.Module):
             return None, None, reason
         call = search_inputs(
             self.decoder._layer(0), self.decoder.attention, encoded.memory, state, constraints,
-            backend, self.embedding.weight, self.output.weight, self.output.bias, self.readout,
+            backend, embedding=self.embedding.weight, weight_vocab=self.output.weight,
+            bias_vocab=self.output.bias, readout=self.readout,
         )  # fmt: skip
         return call, backend, ""
 

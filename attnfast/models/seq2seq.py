@@ -214,7 +214,8 @@ class Seq2Seq(nn.Module):
             }  # fmt: skip
         call = search_inputs(
             layer, self.decoder.attention, source.memory, state, constraints, backend,
-            words.weight, words.weight, self.bias, readout,
+            embedding=words.weight, weight_vocab=words.weight, bias_vocab=self.bias,
+            readout=readout,
             embedding_scale=words.embedding_dim**0.5, **copying,
         )  # fmt: skip
         return call, backend, ""

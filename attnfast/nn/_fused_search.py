@@ -20,6 +20,7 @@ def search_inputs(
     state: RecurrentState,
     constraints: Constraints,
     backend: str,
+    *,
     embedding: Tensor,
     weight_vocab: Tensor,
     bias_vocab: Tensor | None,
