@@ -322,11 +322,10 @@ def _weight_gradient(
         if logs is not None:
             p_log, p_dlog, p_dpast = logs[1:]
             b_dlog = tl.load(p_dpast + o_k, mask=m_k, other=0)
-            if p_dlog is not None:
-                b_log = tl.load(p_log + o_row + o_k, mask=m_k, other=0)
-                b_given = tl.load(p_dlog + o_row + o_k, mask=m_k, other=0)
-                b_dlog += tl.where(b_log == -float("inf"), 0, b_given)
-                tl.store(p_dpast + o_k, b_dlog, mask=m_k)
+            b_log = tl.load(p_log + o_row + o_k, mask=m_k, other=0)
+            b_given = tl.load(p_dlog + o_row + o_k, mask=m_k, other=0)
+            b_dlog += tl.where(b_log == -float("inf"), 0, b_given)
+            tl.store(p_dpast + o_k, b_dlog, mask=m_k)
             b_total += b_dlog
         tl.store(p_dcoverage + o_k, b_dc, mask=m_k)
         tl.store(p_ds + o_row + o_k, b_g, mask=m_k)
@@ -497,8 +496,7 @@ def _scan_gradient(
         p_log_previous += i_bh * Tk
         p_log_weights += i_bh * Tq * Tk
         p_dpast += i_bh * Tk
-        if p_dlog is not None:
-            p_dlog += i_bh * Tq * Tk
+        p_dlog += i_bh * Tq * Tk
     factor = 0.0
     if penalty is not None:
         factor = tl.load(penalty[0] + i_h * penalty[1])
@@ -705,9 +703,12 @@ def backward(call: CoverageBackward, sums=None) -> CoverageGradients:
         dq, found = zeros(*query.shape), zeros(*keys, options["BF"])
         gradients = (found, dq, *(sums or (zeros(*size) for size in sizes)))
     if transition_prob is not None:
+        grad_log_weights = packed(call.grad_log_weights)
+        if grad_log_weights is None:  # Triton 3.6 compiles no tuple that contains None
+            grad_log_weights = zeros(*weights.shape)
         transition = (
             transition_prob.contiguous(), log_previous, call.log_weights.contiguous(),
-            packed(call.grad_log_weights), dpast, dtransition,
+            grad_log_weights, dpast, dtransition,
         )  # fmt: skip
     with torch.cuda.device_of(query):
         if q.shape[:3].numel():
