@@ -267,7 +267,13 @@ def _dot_scores(
         # [BA, BK]
         p_ka = p_k[None, :] + o_a.to(tl.int64)[:, None] * s_k
         b_k = tl.load(p_ka, mask=m_a[:, None] & m_k[None, :], other=0)
-        b_s = tl.dot(b_q, b_k, b_s, input_precision="ieee", out_dtype=acc)
+        if b_q.dtype == acc:
+            # Added by fma, lest the compiler make one chain of sums over all features, whose error
+            # grows with their number.
+            b_part = tl.dot(b_q, b_k, input_precision="ieee", out_dtype=acc)
+            b_s = tl.fma(b_part, tl.full([BQ, BK], 1.0, acc), b_s)
+        else:
+            b_s = tl.dot(b_q, b_k, b_s, input_precision="ieee", out_dtype=acc)
     return b_s
 
 
