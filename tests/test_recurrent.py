@@ -665,7 +665,8 @@ def test_invalid_calls(backend):
         assert (said[0] is None) == (said[1] is None), f"{name}: {how} of {field}: {said}"
         counts[said[0] is None] += 1
     assert min(counts) > 100
-    short = call(Case("gru", "attend_first"))._replace(packed=torch.zeros(64, dtype=torch.uint8))
+    short = call(Case("gru", "attend_first"), DEVICE[backend])
+    short = short._replace(packed=short.hidden.new_zeros(64, dtype=torch.uint8))
     assert "packed" in refusal(RECURRENT.forwards[backend], short)
     if backend != "cuda":
         given = call(Case("gru", "attend_first", "tanh", terms=("past",)))
