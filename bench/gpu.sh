@@ -45,10 +45,10 @@ if [[ $only = *checks* ]]; then
   for job in "${checks[@]}"; do wait "$job" || failed=1; done
 fi
 if [[ $only = *timings* ]]; then
-  for what in attention:75 coverage:25 recurrent:40 topk:14; do
-    name=${what%:*}
-    step "bench-$name" "${what#*:}" "${pytest[@]}" "bench/test_$name.py" \
-      -k "(translation or summarisation or speech or long or topk) and not statistics" \
+  for what in attention:75 coverage:25 recurrent:40 topk:14 search:40; do
+    name=${what%:*} select="(translation or summarisation or speech or long or topk) and not statistics"
+    [ "$name" = search ] && select="general and not 8 and not words"
+    step "bench-$name" "${what#*:}" "${pytest[@]}" "bench/test_$name.py" -k "$select" \
       --benchmark-json="$out/$name.json" || failed=1
     step "report-$name" 8 "$python" bench/report.py "$out/$name.json" --out "$out/gpu-$name" || failed=1
   done

@@ -1,5 +1,6 @@
 """Before Triton is imported: on a machine without a GPU its kernels run in the interpreter."""
 
+import contextlib
 import os
 
 import pytest
@@ -7,6 +8,8 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    with contextlib.suppress(ImportError):  # a machine without Triton
+        import quick_interpreter  # noqa: F401
 
 from attnfast.ops.backends import BACKENDS, not_installed, unsupported_reason
 
@@ -24,7 +27,8 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("filterwarnings", "ignore:attnfast runs on its reference")
 
 
-#: Files of whose tables Triton's interpreter runs a quarter; the oldest Triton runs all.
+#: Files of whose tables Triton's interpreter runs a quarter; the oldest Triton runs all. It runs a
+#: fifth of the tests of searches: every option, not with every kind of layer.
 TABLES = ("test_attention", "test_coverage", "test_statistics")
 #: The files that take longest, for two workers to begin with: neither waits for them at the end.
 LONGEST = (
@@ -40,6 +44,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     slow = [x for x in items if x.path.stem in TABLES and x.name.startswith("test_table[triton")]
     left_out = [x for i, x in enumerate(slow) if i % 4]
+    slow = [x for x in items if x.path.stem == "test_search" and "triton-" in x.name]
+    left_out += [x for i, x in enumerate(slow) if i % 5]
     config.hook.pytest_deselected(items=left_out)
     for item in left_out:
         items.remove(item)

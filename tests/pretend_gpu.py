@@ -9,9 +9,14 @@ graph replays its operators.
 from __future__ import annotations
 
 import contextlib
+import os
+from collections.abc import Callable
 from typing import Any
 
+os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
+
 import torch
+from attnfast.kernels import search
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import return_and_correct_aliasing
@@ -162,6 +167,14 @@ class Graph:
     def __init__(self):
         self.operators = []
 
+    def capture_begin(self, **_: Any):
+        global captured
+        captured = self.operators
+
+    def capture_end(self):
+        global captured
+        captured = None
+
     def replay(self):
         for run, (args, kwargs), result in self.operators:
             again = run(*args, **kwargs)
@@ -172,12 +185,25 @@ class Graph:
 
 @contextlib.contextmanager
 def capture(graph: Graph, **_: Any):
-    global captured
-    captured = graph.operators
+    graph.capture_begin()
     try:
         yield
     finally:
-        captured = None
+        graph.capture_end()
+
+
+def launched(function: Callable) -> Callable:
+    """Serve a function that launches kernels."""
+
+    def run(*args, **kwargs):
+        real = tree_map_only(OnGpu, lambda x: x.cpu_tensor, (args, kwargs))
+        inner = real if captured is None else tree_map_only(Tensor, Tensor.clone, real)
+        result = function(*inner[0], **inner[1])
+        if captured is not None:
+            captured.append((function, real, result))
+        return tree_map_only(Tensor, OnGpu, result)
+
+    return run
 
 
 def unpacked(x: Tensor, lengths: Tensor | None = None, **_: Any) -> Any:
@@ -196,7 +222,10 @@ def attention_skip_reason(backend, device, dtype=None, operator="attention", *_)
     return None if device.type == wanted else f"it wants tensors on {wanted}"
 
 
+for name in ("score_words", "continue_best", "trace"):
+    setattr(search, name, launched(getattr(search, name)))
 backends.load_library("_C_cpu")
+backends.triton_interpreted = lambda: False
 backends.unsupported_reason = attention_skip_reason
 for name, stand_in in {
     "is_available": lambda: True,

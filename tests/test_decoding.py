@@ -9,8 +9,8 @@ import torch
 
 from attnfast._utils.checks import InputError
 from attnfast.decoding import beam_search, greedy_search, sample
+from attnfast.decoding._constraints import repeated_ngrams
 from attnfast.models import BOS, EOS, Config, build
-from attnfast.ops.search_steps import repeated_ngrams
 
 V, TK = 7, 4  # three words: 4, 5 and 6
 TINY = math.log(torch.finfo(torch.float64).tiny)

@@ -33,6 +33,7 @@ TARGETS = {
 CASES = list(itertools.product(("float32", "bfloat16"), ("tanh", "dot"), ("all", "span")))
 CASES += itertools.product(("float32", "bfloat16"), ("copying", "coverage"), ("plain", "all"))
 CASES += [("float32", "relu", "all")]
+CASES += itertools.product(("float32",), ("beam", "draws"), ("plain", "all"))
 CASES += itertools.product(("float32",), ("tanh", "dot"), ("plain",))
 CASES += itertools.product(("float32",), ("tanh", "dot", "relu"), ("few", "wide"))
 CASES += itertools.product(("bfloat16",), ("tanh", "dot", "relu"), ("wide",))
@@ -52,6 +53,9 @@ REGISTERS = {
     "_scan_gradient": 255,
     "_distribution": 168,
     "_distribution_gradient": 168,
+    "_score_words": 112,
+    "_continue_best": 96,
+    "_trace": 64,
 }
 KERNELS = tuple(REGISTERS)
 #: In the inner loop in float32, per (query, key, feature): special functions, float32
@@ -77,6 +81,9 @@ def record(cases: list[tuple]) -> list[tuple]:
         wide = extras in ("few", "wide")  # values wider than a block; few rows for processors
         B, H, Tq, Tk, A, Dv = 2, 4, 200, 300, 256, 512 if wide else 128
         attention._processors = Mock(return_value=132 if extras == "few" else 1)
+        if score in ("beam", "draws"):
+            record_search(getattr(torch, dtype), score == "beam", extras == "all")
+            continue
         if score == "copying":
             logits = torch.zeros(B, Tq, 5000, dtype=getattr(torch, dtype))
             weights, gate = logits[..., :Tk], logits[..., 0]
@@ -118,6 +125,32 @@ def record(cases: list[tuple]) -> list[tuple]:
     return launches
 
 
+def record_search(dtype, beam: bool, every: bool) -> None:
+    """Take one step of a search, of five hypotheses with every option, and make its outputs."""
+    import torch
+
+    from attnfast.ops import search_steps
+    from attnfast.ops.search import SearchInputs
+
+    B, H, Tk, T, V, K = 3, 16, 40, 20, 32_000, 5 if every else 1
+    embedding, rows = torch.zeros(V, H, dtype=dtype), torch.zeros(B, Tk, H, dtype=dtype)
+    options = {}
+    if every:
+        options |= {"no_repeat_ngram": 3, "coverage_penalty": 0.2, "length_bonus": 0.1}
+        options |= {"prefix": torch.zeros(B, 3, dtype=torch.int64), "need_weights": True}
+        options |= {"word_mask": torch.ones(1, V, dtype=torch.bool), "n_best": 3 if beam else K}
+    if not beam:
+        options |= {"numbers": torch.zeros(B, K, T, dtype=torch.float64)}
+    call = SearchInputs(
+        embedding, embedding, torch.full((B,), T), rows[:, 0],
+        *(rows.new_zeros(3 * H, n * H) for n in (2, 1)), key=rows, value=rows, most=T, beam=K,
+        end=3, begin=2, **options,
+    )  # fmt: skip
+    search = (search_steps._Best if beam else search_steps._Draws)(call)
+    search.continue_hypotheses(rows.new_zeros(B * K, V), rows.new_zeros(B * K, Tk))
+    search.outputs()
+
+
 def record_coverage(coverage, sizes: tuple, dtype, every: bool) -> None:
     """Run the backend's coverage_attention: See's feature, or every term at once."""
     import torch
@@ -157,6 +190,7 @@ def describe(value, path, constants, attributes):
     """Return an argument's type as a launch would: 1 and None are constants, 16 may divide."""
     if isinstance(value, tuple):
         return tuple(describe(x, (*path, i), constants, attributes) for i, x in enumerate(value))
+    assert value is not None or len(path) == 1, "Triton 3.6 compiles no tuple that contains None"
     if value is None or (isinstance(value, int) and value == 1):
         constants[path] = value
         return "constexpr"

@@ -23,7 +23,6 @@ from attnfast._utils.checks import (
 )
 from attnfast.ops.copying import LOWEST
 from attnfast.ops.operators import accumulation_dtype
-from attnfast.ops.search_steps import repeated_ngrams
 
 #: The ids that every vocabulary of this package starts with.
 PAD, UNK, BOS, EOS = range(4)
@@ -141,6 +140,17 @@ class Constraints(NamedTuple):
             another = torch.arange(len(is_end), device=words.device) != forced
             hidden = torch.where(forced >= 0, another, hidden)
         return hidden
+
+
+def repeated_ngrams(words: Tensor, n: int, V: int, length: int) -> Tensor:
+    """Return where a word would end an n-gram of the first ``length`` of ``words``, ``[R, V]``."""
+    repeated = words.new_zeros(len(words), V, dtype=torch.int32)
+    if n > length:
+        return repeated > 0
+    words = words[:, :length]
+    ngrams = words.unfold(1, n, 1)  # [R, length − n + 1, n]
+    same = (ngrams[..., :-1] == words[:, length - n + 1 :].unsqueeze(1)).all(-1)
+    return repeated.scatter_add_(1, ngrams[..., -1], same.int()) > 0
 
 
 def make_constraints(

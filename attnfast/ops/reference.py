@@ -314,7 +314,8 @@ def dropped(now: Any, before: Any, mask: Tensor, zoneout: bool) -> Tensor:
 def product(parts: list[Tensor], weight: Tensor, bias: Tensor | None, int8: bool = False) -> Tensor:
     """Return weight · [part 1; part 2; …] + bias, of numbers rounded to 8 bits with ``int8``."""
     if not int8:
-        return torch.nn.functional.linear(torch.cat(parts, -1), weight, bias)
+        x = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+        return torch.nn.functional.linear(x, weight, bias)
     columns = weight.split([x.shape[-1] for x in parts], -1)
     total = sum(_round8(x) @ _round8(w).mT for x, w in zip(parts, columns))
     return total if bias is None else total + bias  # type: ignore[return-value]
@@ -339,14 +340,29 @@ def widen_weights(call: Any) -> Any:
     return call._replace(**{x: getattr(call, x).to(call.hidden.dtype) for x in weights})
 
 
+def _stack(steps: list[Tensor]) -> Tensor:
+    """Return the rows of steps side by side, those of one step without a copy."""
+    return torch.stack(steps, -2) if len(steps) > 1 else steps[0].unsqueeze(-2)
+
+
+def _next_state(
+    call: RecurrentInputs, reads: list[Tensor], h: Tensor, c: Tensor | None, int8: bool
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Return the results of :func:`cell_step` for what the cell reads."""
+    return cell_step(call, product(reads, call.weight_ih, call.bias_ih, int8), h, c, int8)
+
+
 def recurrent(
-    call: RecurrentInputs, int8: bool = False, attend: Callable[..., Any] | None = None
+    call: RecurrentInputs,
+    int8: bool = False,
+    attend: Callable[..., Any] = attention,
+    attend_with_history: Callable[[CoverageInputs], CoverageOutputs] = coverage_attention,
+    next_state: Callable[..., Any] = _next_state,
 ) -> RecurrentOutputs:
     """Compute states, contexts and weights step by step; ``int8`` as in a search.
 
-    ``attend`` computes attention without a history, by default :func:`attention`.
+    Others may compute attention, attention with a history, and the cells.
     """
-    attend_to_all = attention if attend is None else attend
     call = widen_weights(call)
     B, T, _ = call.input.shape
     f = call.input.new_zeros(B, feed_size(call)) if call.feed is None else call.feed
@@ -366,13 +382,13 @@ def recurrent(
             query = product([query], call.weight_query, call.bias_query, int8)
         now = query.unsqueeze(1), slice(t, t + 1)
         if past[0] is None or past[1] is None:
-            context, weights, *_ = attend_to_all(attention_of(call, *now))
+            context, weights, *_ = attend(attention_of(call, *now))
             return query, context.squeeze(1), weights.squeeze(1)
         step = coverage_of(call, *now, past[0], past[1])
         if padding is not None:
             row_mask = ~padding[:, t : t + 1]
             step = step._replace(mask=row_mask if step.mask is None else row_mask & step.mask)
-        outputs = coverage_attention(step)
+        outputs = attend_with_history(step)
         loss = loss + outputs.loss
         weights = outputs.weights.squeeze(1)
         if call.normalisation == "sigmoid":
@@ -410,8 +426,7 @@ def recurrent(
         for i, level in enumerate(levels):
             if i and call.dropout_between is not None:
                 reads = [reads[0] * call.dropout_between[i - 1, :, t]]
-            x = product(reads, level.weight_ih, level.bias_ih, int8)
-            read, c, gates = cell_step(level, x, *moved[i], int8)
+            read, c, gates = next_state(level, reads, *moved[i], int8)
             if level.dropout_state is not None:
                 read = dropped(read, moved[i][0], level.dropout_state[:, t], call.zoneout)
             if level.dropout_cell is not None:
@@ -443,7 +458,7 @@ def recurrent(
         for name, y in row.items():
             results[name] += [] if y is None or not y.shape[-1] else [y]
     empty = fake_recurrent(call)
-    rows = [torch.stack(results[x], -2) if results[x] else y for x, y in empty._asdict().items()]
+    rows = [_stack(results[x]) if results[x] else y for x, y in empty._asdict().items()]
     if padding is not None:
         logarithms = rows[RecurrentOutputs._fields.index("log_weights")]
         rows = [

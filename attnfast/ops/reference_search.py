@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from attnfast.ops.copying import LOWEST, CopyInputs
+from attnfast.ops.copying import LOWEST, CopyInputs, CopyOutputs
 from attnfast.ops.recurrent import RecurrentOutputs
 from attnfast.ops.reference import copy_distribution, product, recurrent, widen_weights
 from attnfast.ops.search import (
@@ -77,6 +78,25 @@ def next_words(
     call: SearchInputs, made: RecurrentOutputs, x: Tensor
 ) -> tuple[Tensor, dict[str, Tensor | None]]:
     """Return the log-probabilities of all words, and the state after the step."""
+    logits, state = score_words(call, made, x)
+    if call.word_mask is not None:
+        several = len(logits) // len(call.word_mask)  # rows of a mask
+        mask = call.word_mask.unsqueeze(1).expand(-1, several, -1).flatten(0, 1)
+        logits = logits.masked_fill(~mask, -math.inf)
+    none = (logits == -math.inf).all(-1, keepdim=True)
+    return logits.log_softmax(-1).masked_fill(none, -math.inf), state
+
+
+def score_words(
+    call: SearchInputs,
+    made: RecurrentOutputs,
+    x: Tensor,
+    copy: Callable[[CopyInputs], CopyOutputs] = copy_distribution,
+) -> tuple[Tensor, dict[str, Tensor | None]]:
+    """Return the logits of all words, whatever may come, and the state after the step.
+
+    With copying they are log-probabilities, which ``copy`` computes.
+    """
     states, context = made.states[..., 0, :], made.contexts[:, 0]
     h = states if states.dim() == 2 else states[-1]
     output = None if call.weight_output is None else made.attentional[:, 0]
@@ -92,19 +112,14 @@ def next_words(
     if call.source is not None:
         gate = torch.nn.functional.linear(output, call.weight_pointer, call.bias_pointer)  # type: ignore[arg-type]
         terms = logits.unsqueeze(1), made.weights, call.source, gate
-        logits = copy_distribution(CopyInputs(*terms, call.num_oov, log=True)).distribution[:, 0]
+        logits = copy(CopyInputs(*terms, call.num_oov, log=True)).distribution[:, 0]
         logits = logits.masked_fill(logits == LOWEST, -math.inf)
-    if call.word_mask is not None:
-        several = len(logits) // len(call.word_mask)  # rows of a mask
-        mask = call.word_mask.unsqueeze(1).expand(-1, several, -1).flatten(0, 1)
-        logits = logits.masked_fill(~mask, -math.inf)
     cell = None if call.cell is None else made.cells[..., 0, :]
     state = {"hidden": states, "cell": cell, "feed": fed}
     if call.coverage is not None:
         weights = made.weights if call.transition_prob is None else made.log_weights
         state |= {"coverage": made.coverage, "previous": weights[:, 0]}
-    none = (logits == -math.inf).all(-1, keepdim=True)
-    return logits.log_softmax(-1).masked_fill(none, -math.inf), state
+    return logits, state
 
 
 class _Hypothesis(NamedTuple):

@@ -1,45 +1,49 @@
 """Searches in steps of fixed shapes, which a GPU repeats as one CUDA graph.
 
-A step is a function from tensors to tensors of the same shapes that never synchronizes: finished
-sentences are computed too, and their results are ignored. On a GPU the second step is captured, and
-every later one replays it. After every eighth step the search synchronizes, to test whether all
-sentences are finished.
+A step changes tensors in place and never synchronizes: the rows of finished sentences are computed
+too, and ignored. On a GPU the second step is captured, and every later one replays it. After every
+eighth step the search synchronizes, to test whether all sentences are finished.
 
-PyTorch computes products and cells. Without a history, the best backend computes attention, with
-the K hypotheses of a sentence as K queries of its keys; with a history PyTorch does, on a copy of
-the keys for each hypothesis.
+PyTorch computes products and cells, the best backends attention and copying, and
+:mod:`attnfast.kernels.search` the rest. Without a history the K hypotheses of a sentence are K
+queries of its keys; with one, each has a copy of the keys.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from attnfast._utils.checks import raise_value_error
 from attnfast.ops import dispatch
 from attnfast.ops.attention import AttentionInputs
 from attnfast.ops.backends import select_backend
+from attnfast.ops.copying import COPYING, CopyInputs
+from attnfast.ops.coverage import COVERAGE, CoverageInputs
+from attnfast.ops.recurrent import RecurrentInputs
 from attnfast.ops.reference import recurrent, widen_weights
-from attnfast.ops.reference_search import next_words
-from attnfast.ops.search import LEAST_COVERAGE, SearchInputs, SearchOutputs, layer_of
+from attnfast.ops.reference_search import score_words
+from attnfast.ops.search import SearchInputs, SearchOutputs, layer_of
 
 #: The number of steps after which a search tests whether all sentences are finished.
 STEPS_PER_SYNC = 8
 
 #: The arguments of which each hypothesis needs a row.
-REPEATED = ("hidden", "cell", "feed", "coverage", "previous", "source", "prefix")
+REPEATED = ("hidden", "cell", "feed", "coverage", "previous", "source")
 #: The arguments of attention; one with a history has each row for one hypothesis.
 OF_ATTENTION = ("key", "value", "mask", "lengths", "inverse_fertility", "transition_prob")
 
 
+@torch.no_grad()
 def search(call: SearchInputs) -> SearchOutputs:
     """Continue the hypotheses of each sentence, by the best words or those drawn, at every step."""
     if call.int8:
         raise_value_error("int8", "False: products in 8 bits are for CPUs", "True")
-    steps = (_Beam if call.numbers is None else _Draws)(call)
+    steps = (_Best if call.numbers is None else _Draws)(call)
     if call.most and len(call.limits):
         steps.run()
     return steps.outputs()
@@ -65,68 +69,74 @@ def draw_words(logits: Tensor, numbers: Tensor, top_k: int = 0, top_p: float = 1
     return (index if words is None else words.gather(-1, index)).squeeze(-1)
 
 
-def repeated_ngrams(words: Tensor, n: int, V: int, length: int | Tensor) -> Tensor:
-    """Return where a word would end an n-gram of the first ``length`` of ``words [R, T]``, [R, V].
-
-    ``length`` is an integer, or a tensor of one.
-    """
-    (R, T), device = words.shape, words.device
-    repeated = words.new_zeros(R, V, dtype=torch.int32)
-    if n > T:
-        return repeated > 0
-    ngrams = words.unfold(1, n, 1)  # [R, T − n + 1, n]
-    places = (torch.arange(n - 1, device=device) + length - n + 1).clamp_min(0)
-    same = (ngrams[..., :-1] == words[:, places].unsqueeze(1)).all(-1)
-    same &= torch.arange(T - n + 1, device=device) + n <= length
-    return repeated.scatter_add_(1, ngrams[..., -1], same.int()) > 0
-
-
-def _rows(index: Tensor, columns: int) -> Tensor:
-    """Return an index ``[B, N]`` of rows as ``[B, N, columns]``."""
-    return index.unsqueeze(-1).expand(-1, -1, columns)
+def _next_state(
+    call: RecurrentInputs, reads: list[Tensor], h: Tensor, c: Tensor | None, int8: bool
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Return the next state ``[R, H]``, an LSTM's next cell or None, and no gates."""
+    x = reads[0] if len(reads) == 1 else torch.cat(reads, -1)
+    biases = [call.bias_ih, call.bias_hh]
+    if (call.bias_ih is None) != (call.bias_hh is None):  # a GPU's cells take both or none
+        biases = [h.new_zeros(len(call.weight_hh)) if b is None else b for b in biases]
+    parameters: Any = call.weight_ih, call.weight_hh, *biases
+    if call.mode == "lstm":
+        h, c = torch.lstm_cell(x, (h, c), *parameters)  # type: ignore[arg-type]
+    else:
+        cell = torch.gru_cell if call.mode == "gru" else torch.rnn_tanh_cell
+        h = cell(x, h, *parameters)
+    return h, c, h[:, :0]
 
 
-def _at(mask: Tensor, new: Tensor, old: Tensor) -> Tensor:
-    """Return new rows ``[B, ..]`` where a mask ``[B]`` is True, old ones elsewhere."""
-    return torch.where(mask.view(-1, *[1] * (new.dim() - 1)), new, old)
+def _capture(step: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    """Return the graph of a step, unlike ``torch.cuda.graph`` without emptying PyTorch's caches."""
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            step()
+        finally:
+            graph.capture_end()
+    torch.cuda.current_stream().wait_stream(stream)
+    return graph
 
 
-class _Steps:
-    """The state of a search of B sentences with K hypotheses each, as tensors by name."""
+class _Search:
+    """The state of a search of B sentences with K hypotheses each, in R = B K rows."""
 
     def __init__(self, call: SearchInputs):
-        call = widen_weights(call)
+        from attnfast.kernels import search as kernels
+
+        self.kernels, call = kernels, widen_weights(call)
         like, B, K, T = call.hidden, len(call.limits), call.beam, call.most
-        self.B, self.K, self.T, self.device = B, K, T, like.device
+        self.B, self.K, self.R, self.T, self.device = B, K, B * K, T, like.device
+        if call.word_mask is not None:
+            call = call._replace(word_mask=call.word_mask.contiguous())
         names = REPEATED if call.coverage is None else (*REPEATED, *OF_ATTENTION)
         given = {name: x for name in names if (x := getattr(call, name)) is not None}
-        if call.word_mask is not None:
-            given["word_mask"] = call.word_mask.expand(B, -1)
         repeated = {name: self.of_rows(name, x) for name, x in given.items()}
-        self.call = call = call._replace(**repeated)  # type: ignore[arg-type]
+        self.sentences, self.call = call, call._replace(**repeated)  # type: ignore[arg-type]
         self.Tk = call.key.shape[1]  # type: ignore[union-attr]
-        self.slots, self.places = self.arange(K), self.arange(T)
-        self.first_rows = self.arange(B).unsqueeze(1) * K
-        self.vocabulary = self.arange(len(call.weight_vocab) + call.num_oov)  # of the words
+        self.steps = kernels.Steps(
+            self.long(T, self.R), like.new_zeros(T, self.R), self.long(T, self.R), self.long(1)
+        )
+        # What the next step reads.
+        self.word = self.long(self.R) + call.begin
         state: dict[str, Tensor | None] = {
-            "t": self.long(1), "word": self.long(B * K) + call.begin, "words": self.long(B, K, T),
-            "word_scores": like.new_zeros(B, K, T), "totals": like.new_zeros(B, K),
-            "ended": call.limits <= 0, "is_nan": torch.zeros_like(call.limits, dtype=torch.bool),
-            **{name: getattr(call, name) for name in ("hidden", "cell", "coverage", "previous")},
-        }  # fmt: skip
+            name: getattr(self.call, name) for name in ("hidden", "cell", "coverage", "previous")
+        }
         if not call.attends_first and call.weight_ih.shape[1] > call.embedding.shape[1]:
             size = call.weight_ih.shape[1] - call.embedding.shape[1]
-            state["feed"] = like.new_zeros(B * K, size) if call.feed is None else call.feed
+            state["feed"] = self.call.feed
+            if call.feed is None:
+                state["feed"] = like.new_zeros(self.R, size)
         self.state = {name: x.clone() for name, x in state.items() if x is not None}
-        # For every step: the slots that its new hypotheses continue, and the attention weights.
-        self.parents = self.long(T, B, K)
-        self.weights = like.new_zeros((T, B, K, self.Tk) if call.need_weights else 0)
+        self.ended = call.limits <= 0
+        self.is_nan = torch.zeros_like(self.ended)
+        self.said = self.long(self.R, T) if call.no_repeat_ngram else None
+        self.weights = like.new_zeros(T, self.R, self.Tk) if call.need_weights else None
 
     def long(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.long, device=self.device)
-
-    def arange(self, n: int) -> Tensor:
-        return torch.arange(n, device=self.device)
 
     def of_rows(self, name: str, x: Tensor) -> Tensor:
         """Return a tensor with the row of each sentence K times."""
@@ -141,12 +151,10 @@ class _Steps:
         graph = None
         captures = self.device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
         for t in range(self.T):
-            if t and t % STEPS_PER_SYNC == 0 and bool(self.state["ended"].all()):
+            if t and t % STEPS_PER_SYNC == 0 and bool(self.ended.all()):
                 return
             if captures and t == 1:
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                    self.step()
+                graph = _capture(self.step)
             if graph is None:
                 self.step()
             else:
@@ -154,12 +162,38 @@ class _Steps:
 
     def step(self) -> None:
         """Take a step; write the next state to the memory of the one before."""
-        for name, x in self.next_state().items():
-            self.state[name].copy_(x)
-
-    def next_state(self) -> dict[str, Tensor]:
-        """Return the state after the next step."""
-        raise NotImplementedError
+        call, state, t = self.call, self.state, self.steps.t
+        word = self.word
+        if call.source is not None:
+            word = word.masked_fill(word >= len(call.embedding), call.unknown)
+        x = call.embedding[word]
+        if call.embedding_scale != 1:
+            x = x * call.embedding_scale
+        names = ("key_bounds", "transition_prob")
+        now = {n: y.index_select(1, t) for n in names if (y := getattr(call, n)) is not None}
+        step = call._replace(**now, **state)  # type: ignore[arg-type]
+        made = recurrent(
+            layer_of(step, x.unsqueeze(1)), attend=self.attend,
+            attend_with_history=self.attend_with_history, next_state=_next_state,
+        )  # fmt: skip
+        logits, after = score_words(step, made, x, self.copy)
+        weights = made.weights.view(self.R, self.Tk)
+        if self.weights is not None:
+            self.weights.index_copy_(0, t, weights.unsqueeze(0))
+        row = self.continue_hypotheses(logits, weights)
+        if self.said is not None:
+            if row is not None:
+                self.said.copy_(self.said.index_select(0, row))
+            self.said.index_copy_(1, t, self.word.unsqueeze(1))
+        for name, new in after.items():
+            if new is None:
+                continue
+            if row is None:
+                state[name].copy_(new)
+            else:
+                axis = new.dim() - 2 if name in ("hidden", "cell") else 0
+                torch.index_select(new, axis, row, out=state[name])
+        t.add_(1)
 
     def attend(self, call: AttentionInputs) -> tuple[Tensor, Tensor]:
         """Return contexts ``[R, 1, Dv]`` and weights ``[R, 1, Tk]`` of queries ``[R, 1, A]``."""
@@ -171,250 +205,125 @@ class _Steps:
         backend = select_backend(None, self.device, call.query.dtype, score=call.score)
         context, weights, *_ = dispatch.run_attention(several, backend)
         assert weights is not None
-        rows = self.B * self.K
-        return context.reshape(rows, 1, context.shape[-1]), weights.reshape(rows, 1, self.Tk)
+        context = context.reshape(self.R, 1, context.shape[-1])
+        return context, weights.reshape(self.R, 1, self.Tk)
 
-    def score(self) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Return log-probabilities ``[B, K, V]``, those of words that may come, and the next state.
+    def attend_with_history(self, call: CoverageInputs) -> Any:
+        """Return the results of ``coverage_attention``."""
+        filters = 0 if call.filters is None else call.filters.shape[-3]
+        request = self.device, call.query.dtype, COVERAGE.name
+        backend = select_backend(None, *request, filters=filters, score=call.score)
+        return dispatch.run(COVERAGE, call, backend)
 
-        The state is the layer's, and the weights ``[B, K, Tk]``.
-        """
-        call, state, t, B, K = self.call, self.state, self.state["t"], self.B, self.K
-        word = state["word"].masked_fill(state["word"] >= len(call.embedding), call.unknown)
-        x = call.embedding[word] * call.embedding_scale
-        steps = ("key_bounds", "transition_prob")
-        now = {n: y.index_select(1, t) for n in steps if (y := getattr(call, n)) is not None}
-        names = ("hidden", "cell", "feed", "coverage", "previous")
-        step = call._replace(**now, **{n: state[n] for n in names if n in state})  # type: ignore[arg-type]
-        own = None if call.coverage is not None else self.attend
-        made = recurrent(layer_of(step, x.unsqueeze(1)), attend=own)
-        log_probs, after = next_words(step, made, x)
-        found = {name: y for name, y in after.items() if y is not None}
-        left = log_probs.masked_fill(self.forbidden(), -math.inf)
-        found["weights"] = made.weights.view(B, K, self.Tk)
-        return log_probs.view(B, K, -1), left.view(B, K, -1), found
+    def copy(self, call: CopyInputs) -> Any:
+        """Return the results of ``copy_distribution``."""
+        backend = select_backend(None, self.device, call.logits.dtype, COPYING.name)
+        return dispatch.run(COPYING, call, backend)
 
-    def forbidden(self) -> Tensor:
-        """Return where a rule forbids a word, ``[R, V]``."""
-        call, t, words = self.call, self.state["t"], self.vocabulary
-        is_end = words == call.end
-        last = self.of_rows("limits", call.limits <= t + 1).unsqueeze(-1)
-        hidden = (last & ~is_end) | ((t < call.min_length) & is_end)
-        if call.no_repeat_ngram:
-            so_far = self.state["words"].flatten(0, 1)
-            hidden = hidden | repeated_ngrams(so_far, call.no_repeat_ngram, len(words), t)
-        if call.prefix is not None and call.prefix.shape[1]:
-            most = call.prefix.shape[1]
-            given = call.prefix.index_select(1, t.clamp_max(most - 1)).masked_fill(t >= most, -1)
-            hidden = torch.where(given >= 0, words != given, hidden)
-        return hidden
-
-    def continued(self, name: str, slots: Tensor, values: Tensor) -> Tensor:
-        """Return rows of ``state[name] [B, K, T]`` of some slots, with values at this step."""
-        rows = self.state[name].gather(1, _rows(slots, self.T))
-        return torch.where(self.places == self.state["t"], values.unsqueeze(-1), rows)
-
-    def moved(self, after: dict[str, Tensor], parents: Tensor) -> dict[str, Tensor]:
-        """Return the layer's state in the slots that continue ``parents [B, K]``; keep both."""
-        t = self.state["t"]
-        self.parents.index_copy_(0, t, parents.unsqueeze(0))
-        weights = after.pop("weights")
-        if self.call.need_weights:
-            self.weights.index_copy_(0, t, weights.unsqueeze(0))
-        rows = (self.first_rows + parents).flatten()
-        axes = {"hidden": -2, "cell": -2}
-        return {name: x.index_select(axes.get(name, 0), rows) for name, x in after.items()}
-
-    def trace_weights(self, lengths: Tensor, slots: Tensor) -> Tensor:
-        """Return the weights ``[B, N, T, Tk]``; ``slots`` are those at the steps of last words."""
-        if not self.call.need_weights:
-            return self.weights
-        found = self.weights.new_zeros(*lengths.shape, self.T, self.Tk)
-        for t in range(self.T - 1, -1, -1):
-            here = t < lengths
-            place = _rows(slots, self.Tk)
-            rows = self.weights[t].gather(1, place)  # NaN after the end of a sentence's words
-            found[:, :, t] = rows.masked_fill(~here.unsqueeze(-1), 0)
-            if t:
-                slots = torch.where(here, self.parents[t - 1].gather(1, slots), slots)
-        return found
+    def continue_hypotheses(self, logits: Tensor, weights: Tensor) -> Tensor | None:
+        """Store the hypotheses after the step; return the rows that they continue, or None."""
+        raise NotImplementedError
 
     def outputs(self) -> SearchOutputs:
         """Return the hypotheses that were found."""
         raise NotImplementedError
 
     def as_outputs(
-        self, words: Tensor, word_scores: Tensor, lengths: Tensor, scores: Tensor, slots: Tensor
+        self, lengths: Tensor, slots: Tensor, scores: Tensor, last: Tensor | None = None
     ) -> SearchOutputs:
-        """Return N hypotheses, without those of sentences with NaN."""
-        is_nan = self.state["is_nan"].unsqueeze(-1)
+        """Return N hypotheses ``[B, N]``, without those of sentences with NaN."""
+        is_nan = self.is_nan.unsqueeze(-1)
         lengths = lengths.masked_fill(is_nan, 0)
-        exists = self.places < lengths.unsqueeze(-1)
-        return SearchOutputs(
-            words.masked_fill(~exists, 0), word_scores.masked_fill(~exists, 0),
-            lengths.masked_fill(is_nan, -1), scores.masked_fill(is_nan, -math.inf),
-            self.trace_weights(lengths, slots),
-        )  # fmt: skip
+        words, word_scores, weights = self.kernels.trace(
+            self.steps, self.weights, lengths, slots, last, self.call
+        )
+        lengths = lengths.masked_fill(is_nan, -1)
+        scores = scores.masked_fill(is_nan, -math.inf)
+        return SearchOutputs(words, word_scores, lengths, scores, weights)
 
 
-class _Beam(_Steps):
+class _Best(_Search):
     """The best hypotheses."""
 
     def __init__(self, call: SearchInputs):
         super().__init__(call)
-        B, K, state = self.B, self.K, self.state
-        state["totals"][:, 1:] = -math.inf  # only the first hypothesis may continue at first
-        for name in ("words", "word_scores"):
-            state[f"finished {name}"] = state[name].clone()
-        state["finished scores"] = torch.full_like(state["totals"], -math.inf)
-        state["finished lengths"], state["finished slots"] = self.long(B, K), self.long(B, K)
-        state["count"] = self.long(B)  # of all that have finished
+        B, K, T, like, call = self.B, self.K, self.T, self.call.hidden, self.sentences
+        total = like.new_full((B, K), -math.inf)
+        total[:, 0] = 0  # only the first hypothesis may continue at first
+        covered = exists = None
         if call.coverage_penalty:
-            state["covered"] = state["totals"].new_zeros(B, K, self.Tk)
+            covered = like.new_zeros(self.R, self.Tk)
+            exists = torch.ones(B, self.Tk, dtype=torch.bool, device=self.device)
+            if call.lengths is not None:
+                exists &= torch.arange(self.Tk, device=self.device) < call.lengths.unsqueeze(1)
+            if call.mask is not None:
+                exists &= call.mask.squeeze(1)
+        self.beam = self.kernels.Beam(
+            total.flatten(), self.long(self.R), self.word, self.ended, self.is_nan,
+            self.long(B), like.new_full((B,), -math.inf), self.long(B) - 1,
+            like.new_full((T, B, K), -math.inf), self.long(T, B, K), like.new_zeros(T, B, K),
+            covered, exists,
+        )  # fmt: skip
 
-    def next_state(self) -> dict[str, Tensor]:
-        call, state, K, t = self.call, self.state, self.K, self.state["t"]
-        log_probs, left, after = self.score()
-        V, alive = left.shape[-1], state["totals"] > -math.inf
-        live = ~state["ended"]
-        is_nan = live & (log_probs.isnan().any(-1) & alive).any(-1)
-        total = state["totals"].unsqueeze(-1) + left
-        if call.length_bonus:
-            total = total + call.length_bonus * (self.vocabulary != call.end)
-        best, index = total.flatten(1).topk(min(2 * K, K * V))
-        slots, words = index // V, index % V
-        scores = left.flatten(1).gather(1, index)
-        if best.shape[1] < 2 * K:
-            more = (0, 2 * K - best.shape[1])
-            best = F.pad(best, more, value=-math.inf)
-            slots, words, scores = (F.pad(x, more) for x in (slots, words, scores))
-        ends = words == call.end
-        normaliser = ((6 + t.to(best.dtype)) / 6) ** call.length_penalty
-        if call.coverage_penalty:
-            after["covered"] = state["covered"] + after["weights"]
-        kept, count = self.finish(best, slots, words, scores, ends, normaliser, after)
-
-        # The K best of the others go on.
-        goes_on = ~ends & (best > -math.inf)
-        first = (~goes_on).int().sort(dim=-1, stable=True).indices[:, :K]
-        totals = best.masked_fill(~goes_on, -math.inf).gather(1, first)
-        parents, words, scores = (x.gather(1, first) for x in (slots, words, scores))
-        enough = (count >= K) & (kept["scores"][:, 0] >= totals[:, 0] / normaliser)
-        ends_now = live & (is_nan | (totals[:, 0] == -math.inf) | enough)
-        # Where no hypothesis could end, the result is the best so far.
-        unfinished = ends_now & (count == 0)
-        before = self.parents.index_select(0, (t - 1).clamp_min(0))[0, :, :1]
-        so_far = {
-            "words": state["words"], "word_scores": state["word_scores"],
-            "lengths": t, "slots": before,
-        }  # fmt: skip
-        for name, x in so_far.items():
-            kept[name] = _at(unfinished, x.expand_as(kept[name]), kept[name])
-        count = count + unfinished
-
-        covered = after.pop("covered", None)
-        new = self.moved(after, parents)
-        if covered is not None:
-            new["covered"] = covered.gather(1, _rows(parents, self.Tk))
-        for name, x in (*kept.items(), ("count", count)):
-            name = name if name == "count" else f"finished {name}"
-            new[name] = _at(live, x, state[name])
-        return new | {
-            "t": t + 1, "totals": totals,
-            "ended": ~live | ends_now, "is_nan": state["is_nan"] | is_nan,
-            "word": torch.where(totals > -math.inf, words, call.begin).flatten(),
-            "words": self.continued("words", parents, words),
-            "word_scores": self.continued("word_scores", parents, scores),
-        }  # fmt: skip
-
-    def finish(
-        self, best: Tensor, slots: Tensor, words: Tensor, scores: Tensor, ends: Tensor,
-        normaliser: Tensor, after: dict[str, Tensor],
-    ) -> tuple[dict[str, Tensor], Tensor]:  # fmt: skip
-        """Return the K best that have finished or finish now, and the number of all."""
-        call, state, K = self.call, self.state, self.K
-        finishes = ends & (best > -math.inf) & (self.arange(2 * K) < K)
-        final = best / normaliser
-        if call.coverage_penalty:
-            penalty = call.coverage_penalty * self.uncovered(after["covered"])
-            final = final + penalty.gather(1, slots)
-        final = final.masked_fill(~finishes, -math.inf)
-        every = torch.cat([state["finished scores"], final], 1)
-        order = every.sort(dim=-1, descending=True, stable=True).indices[:, :K]
-        new = {
-            "words": self.continued("words", slots, words),
-            "word_scores": self.continued("word_scores", slots, scores),
-            "lengths": (state["t"] + 1).expand_as(slots), "slots": slots,
-        }  # fmt: skip
-        kept = {"scores": every.gather(1, order)}
-        for name, x in new.items():
-            both = torch.cat([state[f"finished {name}"], x], 1)
-            kept[name] = both.gather(1, order if x.dim() == 2 else _rows(order, self.T))
-        return kept, state["count"] + finishes.sum(-1)
-
-    def uncovered(self, covered: Tensor) -> Tensor:
-        """Return Σ_j log min(covered, 1) over the keys that exist, ``[B, K]``."""
-        call, logs = self.call, covered.clamp(LEAST_COVERAGE, 1).log()
-        lengths, mask = call.lengths, call.mask
-        if lengths is not None:
-            exists = self.arange(self.Tk) < lengths.view(-1, 1, 1)  # [B or R, 1, Tk]
-            logs = logs.masked_fill(~self.of_slots(exists), 0)
-        if mask is not None:
-            logs = logs.masked_fill(~self.of_slots(mask), 0)
-        return logs.sum(-1)
-
-    def of_slots(self, x: Tensor) -> Tensor:
-        """Return ``[B, 1 or K, Tk]`` of a tensor with a row for each sentence or hypothesis."""
-        shared = len(x) < self.B  # one mask for all
-        return x if shared else x.reshape(self.B, len(x) // self.B, self.Tk)
+    def continue_hypotheses(self, logits: Tensor, weights: Tensor) -> Tensor:
+        scored = self.kernels.score_words(logits, self.call, self.steps, self.said, best=True)
+        self.kernels.continue_best(logits, scored, weights, self.call, self.steps, self.beam)
+        return self.beam.row
 
     def outputs(self) -> SearchOutputs:
-        N, state = self.call.n_best, self.state
-        lengths = state["finished lengths"].masked_fill(
-            self.slots >= state["count"].unsqueeze(-1), 0
-        )
-        names = ("words", "word_scores", "scores", "slots")
-        words, word_scores, scores, slots = (state[f"finished {x}"][:, :N] for x in names)
-        return self.as_outputs(words, word_scores, lengths[:, :N], scores, slots)
+        N, beam = self.call.n_best, self.beam
+
+        def of_sentences(x: Tensor) -> Tensor:  # [T, B, K] as [B, T K]
+            return x.transpose(0, 1).flatten(1)
+
+        if not self.T:
+            lengths = self.long(self.B, N)
+            return self.as_outputs(lengths, lengths, beam.total.new_full((self.B, N), -math.inf))
+        scores, index = of_sentences(beam.final).sort(dim=-1, descending=True, stable=True)
+        scores, index = scores[:, :N], index[:, :N]
+        slots, last = (of_sentences(x).gather(1, index) for x in beam[-4:-2])
+        rank = torch.arange(N, device=self.device)
+        exists = rank < beam.finished.unsqueeze(1)
+        # The first hypothesis is the result where none could end.
+        unfinished = beam.unfinished.unsqueeze(1).clamp_min(0) * (rank == 0)
+        lengths = torch.where(exists, index // self.K + 1, unfinished)
+        last = last.masked_fill(~exists, math.nan)
+        return self.as_outputs(lengths, slots.masked_fill(~exists, 0), scores, last)
 
 
-class _Draws(_Steps):
+class _Draws(_Search):
     """Hypotheses that continue independently of each other, with drawn words."""
 
     def __init__(self, call: SearchInputs):
         super().__init__(call)
-        self.state["done"] = torch.zeros(self.B, self.K, dtype=torch.bool, device=self.device)
-        self.state["lengths"] = self.long(self.B, self.K)
+        shape = self.B, self.K
+        self.slots = torch.arange(self.K, device=self.device).expand(shape)
+        self.steps.parents.copy_(self.slots.flatten())
+        self.total = call.hidden.new_zeros(shape)
+        self.lengths, self.done = self.long(*shape), torch.zeros_like(self.slots, dtype=torch.bool)
 
-    def next_state(self) -> dict[str, Tensor]:
-        call, state, t = self.call, self.state, self.state["t"]
-        log_probs, left, after = self.score()
-        is_nan = ~state["ended"] & log_probs.isnan().flatten(1).any(-1)
-        live = ~(state["ended"] | is_nan).unsqueeze(-1) & ~state["done"]
-        number = call.numbers.index_select(2, t).flatten()  # type: ignore[union-attr]
-        odds = left.flatten(0, 1).double() / call.temperature
-        words = draw_words(odds, number, call.top_k, call.top_p).view(self.B, self.K)
+    def continue_hypotheses(self, logits: Tensor, weights: Tensor) -> None:
+        call, steps = self.call, self.steps
+        lse, left = self.kernels.score_words(logits, call, steps, self.said, best=False)
+        is_nan = ~self.ended & lse.isnan().view(self.B, self.K).any(-1)
+        live = ~(self.ended | is_nan).unsqueeze(-1) & ~self.done
+        number = call.numbers.index_select(2, steps.t).flatten()  # type: ignore[union-attr]
+        odds = left.double() / call.temperature
+        words = draw_words(odds, number, call.top_k, call.top_p)
         scores = left.gather(-1, words.unsqueeze(-1)).squeeze(-1)
-        stuck = live & (left == -math.inf).all(-1)  # no word may come
+        steps.words.index_copy_(0, steps.t, words.unsqueeze(0))
+        steps.scores.index_copy_(0, steps.t, scores.unsqueeze(0))
+        words, scores = words.view_as(live), scores.view_as(live)
+        stuck = live & (left == -math.inf).all(-1).view_as(live)  # no word may come
         says = live & ~stuck
-        done = state["done"] | stuck | (says & (words == call.end))
-        totals = state["totals"].masked_fill(stuck, -math.inf)
-        own = self.slots.expand(self.B, -1)
-        put = {
-            name: torch.where(says.unsqueeze(-1), self.continued(name, own, x), state[name])
-            for name, x in (("words", words), ("word_scores", scores))
-        }
-        return self.moved(after, own) | put | {
-            "t": t + 1, "totals": torch.where(says, totals + scores, totals), "done": done,
-            "lengths": state["lengths"] + says, "is_nan": state["is_nan"] | is_nan,
-            "word": torch.where(done, call.begin, words).flatten(),
-            "ended": state["ended"] | is_nan | done.all(-1),
-        }  # fmt: skip
+        self.total += torch.where(says, scores, 0)
+        self.total.masked_fill_(stuck, -math.inf)
+        self.lengths += says
+        self.done |= stuck | (says & (words == call.end))
+        self.word.copy_(torch.where(self.done, call.begin, words).flatten())
+        self.is_nan |= is_nan
+        self.ended |= is_nan | self.done.all(-1)
 
     def outputs(self) -> SearchOutputs:
-        state = self.state
-        scores = state["totals"].masked_fill((self.call.limits <= 0).unsqueeze(-1), -math.inf)
-        slots = self.slots.expand(self.B, -1)
-        return self.as_outputs(
-            state["words"], state["word_scores"], state["lengths"], scores, slots
-        )
+        scores = self.total.masked_fill((self.call.limits <= 0).unsqueeze(-1), -math.inf)
+        return self.as_outputs(self.lengths, self.slots, scores)

@@ -1,0 +1,387 @@
+"""The steps of a search in Triton: scores of words, the best hypotheses, and the words of these.
+
+    log P = x − log Σ e^x of a row's words that may come, −inf for one that a rule forbids
+    total of a hypothesis + log P, of the K hypotheses of a sentence: the 2K best end or go on
+    words of a hypothesis, from the last to the first
+
+Nothing is reordered but indices: for every step and row there are the word, its score and the slot
+that the hypothesis continues, its parent. Rows are those of K hypotheses for each of B sentences.
+
+Names: as in :mod:`attnfast.kernels.attention`; ``w`` is a word, ``i`` a row, ``k`` a hypothesis,
+``r`` the rank of a candidate, ``c`` a candidate.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from attnfast.kernels.attention import LAUNCH_OPTIONS, _pair, _scalar
+from torch import Tensor
+
+from attnfast.ops.search import LEAST_COVERAGE as _LEAST_COVERAGE
+from attnfast.ops.search import SearchInputs
+
+LEAST_COVERAGE = tl.constexpr(_LEAST_COVERAGE)
+LARGEST = tl.constexpr(3e38)  # a finite number
+MOST_WORDS = 4096  # of the vocabulary at a time
+
+
+@triton.jit
+def _load_scores(p_x, p_mask, o_w, m_w, acc: tl.constexpr):
+    """Return the scores of words, −inf for those that the mask leaves out."""
+    b_x = tl.load(p_x + o_w, mask=m_w, other=-float("inf")).to(acc)
+    if p_mask is not None:
+        b_x = tl.where(tl.load(p_mask + o_w, mask=m_w, other=0) != 0, b_x, -float("inf"))
+    return b_x
+
+
+@triton.jit
+def _forbid_repeats(p_x, p_said, t, NGRAM: tl.constexpr, BT: tl.constexpr):
+    """Store −inf as the scores of words that would end an n-gram of ``t`` words a second time."""
+    for i in range(0, t, BT):
+        o_i = i + tl.arange(0, BT)
+        m_i = o_i + NGRAM <= t
+        for j in tl.static_range(NGRAM - 1):
+            last = tl.load(p_said + t - NGRAM + 1 + j, mask=t >= NGRAM, other=-1)
+            m_i = m_i & (tl.load(p_said + o_i + j, mask=m_i, other=-1) == last)
+        b_word = tl.load(p_said + o_i + NGRAM - 1, mask=m_i, other=0)
+        tl.store(p_x + b_word, tl.full([BT], -float("inf"), p_x.dtype.element_ty), mask=m_i)
+
+
+@triton.jit
+def _score_words(
+    x, p_mask, s_mask, prefix, p_limits, p_t, p_said, p_lse, best, p_out, bonus, sizes, end,
+    min_length, NGRAM: tl.constexpr, BEST: tl.constexpr, BW: tl.constexpr,
+):  # fmt: skip
+    """The scores of the words that may follow a row, or only its best candidates.
+
+    A candidate has its score, plus ``bonus`` if its word is not the end, and its word: the best
+    ``BEST`` of every ``BW`` words. In a row with NaN or infinity, ``lse`` is NaN.
+    """
+    acc: tl.constexpr = p_lse.dtype.element_ty
+    K, V, T = sizes
+    i_row = tl.program_id(0).to(tl.int64)
+    i_b, t = i_row // K, tl.load(p_t)
+    p_x = x[0] + i_row * x[1]
+    if p_mask is not None:
+        p_mask += i_b * s_mask
+    b_top = tl.full([BW], -float("inf"), acc)
+    b_sum = tl.zeros([BW], acc)
+    for w in range(0, V, BW):
+        o_w = w + tl.arange(0, BW)
+        b_x = _load_scores(p_x, p_mask, o_w, o_w < V, acc)
+        b_max = tl.maximum(b_top, b_x)
+        b_shift = tl.where(b_max == -float("inf"), 0, tl.minimum(b_max, LARGEST))
+        b_sum = b_sum * tl.exp(b_top - b_shift) + tl.exp(b_x - b_shift)
+        b_top = b_max
+    top = tl.max(b_top, 0)
+    shift = tl.where(top == -float("inf"), 0, tl.minimum(top, LARGEST))
+    total = tl.sum(b_sum * tl.exp(b_top - shift), 0)
+    lse = shift + tl.log(tl.where(total == 0, 1, total))
+    lse = tl.where(total < float("inf"), lse, float("nan"))
+    tl.store(p_lse + i_row, lse)
+
+    given = -1
+    if prefix is not None:
+        p_prefix, P = prefix
+        given = tl.load(p_prefix + i_b * P + t, mask=t < P, other=-1)
+    is_last, is_short = tl.load(p_limits + i_b) <= t + 1, t < min_length
+    if NGRAM:
+        tl.debug_barrier()
+        if given < 0:
+            _forbid_repeats(p_x, p_said + i_row * T, t, NGRAM, 64)
+        tl.debug_barrier()
+    for w in range(0, V, BW):
+        o_w = w + tl.arange(0, BW)
+        b_x = _load_scores(p_x, p_mask, o_w, o_w < V, acc) - lse
+        m_w = o_w < V
+        if given >= 0:
+            m_w = m_w & (o_w == given)
+        else:
+            m_w = m_w & ((o_w == end) | (is_last == 0)) & ((o_w != end) | (is_short == 0))
+        b_x = tl.where(m_w, b_x, -float("inf"))
+        if BEST == 0:
+            tl.store(p_out + i_row * V + o_w, b_x, mask=o_w < V)
+        else:
+            p_best, p_word = best
+            o_best = (i_row * tl.cdiv(V, BW) + w // BW) * BEST
+            b_x = tl.where(b_x != b_x, -float("inf"), b_x)
+            b_x += tl.where(o_w == end, 0, _scalar(bonus, acc))
+            for r in range(BEST):
+                top, at = tl.max(b_x, 0, return_indices=True)
+                tl.store(p_best + o_best + r, top)
+                tl.store(p_word + o_best + r, w + at)
+                b_x = tl.where(o_w == w + at, -float("inf"), b_x)
+
+
+@triton.jit
+def _uncovered(p_covered, p_weights, p_exists, Tk, BK: tl.constexpr, acc: tl.constexpr):
+    """Return Σ log min(covered + weights, 1) over the keys that exist."""
+    b_sum = tl.zeros([BK], acc)
+    for j in range(0, Tk, BK):
+        o_k = j + tl.arange(0, BK)
+        m_k = o_k < Tk
+        b_c = tl.load(p_covered + o_k, mask=m_k, other=1)
+        b_c += tl.load(p_weights + o_k, mask=m_k, other=0)
+        b_log = tl.log(tl.minimum(tl.maximum(b_c, LEAST_COVERAGE), 1))
+        m_k = m_k & (tl.load(p_exists + o_k, mask=m_k, other=0) != 0)
+        b_sum += tl.where(m_k, b_log, 0)
+    return tl.sum(b_sum, 0)
+
+
+@triton.jit
+def _continue_best(
+    x, p_lse, best, p_t, steps, row, sentence, finished, covered, sizes, end, begin, length_penalty,
+    coverage_penalty, BC: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """The K hypotheses of a sentence after a step.
+
+    ``steps`` are words, scores and parents of every step and row; ``row`` the total of a row, the
+    row that it continues and the word that it reads; ``sentence`` whether it has ended, whether
+    with NaN, how many finished, the best score of these, and the length of what never finished;
+    ``finished`` the score, the parent and the score of the last word of what ends with a step.
+    """
+    acc: tl.constexpr = p_lse.dtype.element_ty
+    p_best, p_word = best
+    p_words, p_scores, p_parents = steps
+    p_total, p_row, p_read = row
+    p_ended, p_is_nan, p_count, p_top, p_unfinished = sentence
+    K, C, R, Tk = sizes
+    i_b, t = tl.program_id(0).to(tl.int64), tl.load(p_t)
+    first = i_b * K
+    if tl.load(p_ended + i_b) == 0:
+        o_c, o_r = tl.arange(0, BC), tl.arange(0, BR)
+        b_old = tl.load(p_total + first + o_c // C, mask=o_c < K * C, other=-float("inf"))
+        b_all = tl.load(p_best + first * C + o_c, mask=o_c < K * C, other=-float("inf")) + b_old
+        b_old = tl.load(p_total + first + o_r, mask=o_r < K, other=-float("inf"))
+        b_lse = tl.load(p_lse + first + o_r, mask=o_r < K, other=0)
+        has_nan = tl.sum(((b_lse != b_lse) & (b_old > -float("inf"))).to(tl.int32), 0) > 0
+        # [BR]: the 2K best
+        b_best = tl.full([BR], -float("inf"), acc)
+        b_from = tl.zeros([BR], tl.int32)
+        for r in range(2 * K):
+            top, at = tl.max(b_all, 0, return_indices=True)
+            b_best = tl.where(o_r == r, top, b_best)
+            b_from = tl.where(o_r == r, at, b_from)
+            b_all = tl.where(o_c == at, -float("inf"), b_all)
+        m_r = b_best > -float("inf")
+        b_slot = b_from // C
+        b_word = tl.load(p_word + first * C + b_from, mask=m_r, other=0).to(tl.int64)
+        b_x = tl.load(x[0] + (first + b_slot) * x[1] + b_word, mask=m_r, other=0).to(acc)
+        b_x -= tl.load(p_lse + first + b_slot, mask=m_r, other=0)
+        m_end = m_r & (b_word == end)
+
+        ratio = (t + 6).to(tl.float64) / 6
+        norm = tl.exp(tl.log(ratio) * _scalar(length_penalty, tl.float64)).to(acc)
+        b_final = b_best / norm
+        if covered is not None:
+            p_covered, p_weights, p_exists = covered
+            p_exists += i_b * Tk
+            for k in range(K):
+                o_row = (first + k) * Tk
+                b_lost = _uncovered(p_covered + o_row, p_weights + o_row, p_exists, Tk, BK, acc)
+                b_final += tl.where(b_slot == k, _scalar(coverage_penalty, acc) * b_lost, 0)
+        m_end_now = m_end & (o_r < K)
+        b_final = tl.where(m_end_now, b_final, -float("inf"))
+        p_final, p_final_slot, p_final_score = finished
+        o_final = t * R + first + o_r
+        tl.store(p_final + o_final, b_final, mask=o_r < K)
+        tl.store(p_final_slot + o_final, b_slot.to(tl.int64), mask=o_r < K)
+        tl.store(p_final_score + o_final, b_x, mask=o_r < K)
+        count = tl.load(p_count + i_b) + tl.sum(m_end_now.to(tl.int64), 0)
+        top = tl.maximum(tl.load(p_top + i_b), tl.max(b_final, 0))
+        tl.store(p_count + i_b, count)
+        tl.store(p_top + i_b, top)
+
+        m_on = m_r & (m_end == 0)
+        b_at = tl.cumsum(m_on.to(tl.int32), 0) - 1
+        m_on = m_on & (b_at < K)
+        going = tl.sum(m_on.to(tl.int32), 0)
+        largest = tl.max(tl.where(m_on, b_best, -float("inf")), 0)
+        ends = (going == 0) | ((count >= K) & (top >= largest / norm))
+        if ends | has_nan:
+            tl.store(p_ended + i_b, 1)
+            tl.store(p_is_nan + i_b, has_nan.to(tl.int8))
+            tl.store(p_unfinished + i_b, tl.where(count == 0, t, -1))
+        else:
+            o_step = t * R + first
+            m_none = (o_r < K) & (o_r >= going)
+            tl.store(p_total + first + o_r, tl.full([BR], -float("inf"), acc), mask=m_none)
+            tl.store(p_row + first + o_r, tl.zeros([BR], tl.int64) + first, mask=m_none)
+            tl.store(p_read + first + o_r, tl.zeros([BR], tl.int64) + begin, mask=m_none)
+            tl.store(p_parents + o_step + o_r, tl.zeros([BR], tl.int64), mask=m_none)
+            tl.store(p_total + first + b_at, b_best, mask=m_on)
+            tl.store(p_row + first + b_at, first + b_slot, mask=m_on)
+            tl.store(p_read + first + b_at, b_word, mask=m_on)
+            tl.store(p_words + o_step + b_at, b_word, mask=m_on)
+            tl.store(p_scores + o_step + b_at, b_x, mask=m_on)
+            tl.store(p_parents + o_step + b_at, b_slot.to(tl.int64), mask=m_on)
+            if covered is not None:
+                for j in range(0, Tk, BK):
+                    o_k = j + tl.arange(0, BK)
+                    o_old = (first + b_slot)[:, None] * Tk + o_k[None, :]
+                    m_k = m_on[:, None] & (o_k < Tk)[None, :]
+                    b_c = tl.load(p_covered + o_old, mask=m_k, other=0)
+                    b_c += tl.load(p_weights + o_old, mask=m_k, other=0)
+                    tl.debug_barrier()
+                    o_new = (first + b_at)[:, None] * Tk + o_k[None, :]
+                    tl.store(p_covered + o_new, b_c, mask=m_k)
+
+
+@triton.jit
+def _trace(
+    steps, of_weights, p_lengths, p_slots, last, out, sizes, end, ENDS: tl.constexpr,
+    BK: tl.constexpr,
+):  # fmt: skip
+    """The words, scores and weights of a hypothesis in a slot at its last step.
+
+    ``last`` is the score of the end, which no step has, if ``ENDS`` and where it is not NaN.
+    """
+    p_words, p_scores, p_parents = steps
+    p_out, p_out_scores = out
+    N, K, R, T, Tk = sizes
+    i_out = tl.program_id(0).to(tl.int64)
+    first = i_out // N * K
+    slot, length = tl.load(p_slots + i_out), tl.load(p_lengths + i_out)
+    for back in range(length):
+        s = length - 1 - back
+        o_at = s * R + first + slot
+        word, score = tl.load(p_words + o_at), tl.load(p_scores + o_at)
+        parent = tl.load(p_parents + o_at)
+        if ENDS:
+            given = tl.load(last + i_out)
+            is_end = (back == 0) & (given == given)
+            word, score = tl.where(is_end, end, word), tl.where(is_end, given, score)
+            parent = tl.where(is_end, slot, parent)
+        slot = parent
+        tl.store(p_out + i_out * T + s, word)
+        tl.store(p_out_scores + i_out * T + s, score)
+        if of_weights is not None:
+            p_weights, p_out_weights = of_weights
+            for j in range(0, Tk, BK):
+                o_k = j + tl.arange(0, BK)
+                b_a = tl.load(p_weights + (s * R + first + slot) * Tk + o_k, mask=o_k < Tk)
+                tl.store(p_out_weights + (i_out * T + s) * Tk + o_k, b_a, mask=o_k < Tk)
+
+
+class Steps(NamedTuple):
+    """The words of every step and row, their scores, and the slots that they continue, ``[T, R]``.
+
+    ``t [1]`` is the number of steps so far.
+    """
+
+    words: Tensor
+    scores: Tensor
+    parents: Tensor
+    t: Tensor
+
+
+class Beam(NamedTuple):
+    """The hypotheses of a beam search.
+
+    Of each row: ``total``, the row ``row`` that it continues and the word ``read`` that it reads,
+    ``[R]``. Of each sentence: whether it has ``ended``, whether with NaN, how many have
+    ``finished``, their best score ``top``, and the length of one that is ``unfinished``, or −1,
+    ``[B]``. Of what ends with a step: its score, the slot that it continues, and the score of its
+    last word, ``[T, B, K]``. Of the attention: ``covered [R, Tk]``, or None, and where a key
+    ``exists``, ``[B, Tk]``.
+    """
+
+    total: Tensor
+    row: Tensor
+    read: Tensor
+    ended: Tensor
+    is_nan: Tensor
+    finished: Tensor
+    top: Tensor
+    unfinished: Tensor
+    final: Tensor
+    final_slot: Tensor
+    final_score: Tensor
+    covered: Tensor | None
+    exists: Tensor | None
+
+
+def score_words(
+    logits: Tensor, call: SearchInputs, steps: Steps, said: Tensor | None, best: bool
+) -> tuple[Tensor, ...]:
+    """Return Σ e^x's logarithm ``[R]``, and log P ``[R, V]`` or the best candidates of every row.
+
+    Candidates are their scores and words, ``[R, C]``. With ``said [R, T]``, the words of each
+    hypothesis so far, logits of words that would repeat an n-gram become −∞.
+    """
+    (R, V), K, T = logits.shape, call.beam, len(steps.words)
+    BW, lse = min(triton.next_power_of_2(V), MOST_WORDS), logits.new_empty(R)
+    BEST = min(2 * K, BW) if best else 0
+    candidates, out = None, None
+    if best:
+        candidates = tuple(
+            logits.new_empty(R, triton.cdiv(V, BW) * BEST, dtype=dtype)
+            for dtype in (logits.dtype, torch.int32)
+        )
+    else:
+        out = torch.empty_like(logits)
+    mask, prefix = call.word_mask, None
+    if call.prefix is not None and call.prefix.shape[1]:
+        prefix = call.prefix.contiguous(), call.prefix.shape[1]
+    with torch.cuda.device_of(logits):
+        _score_words[(R,)](
+            (logits, logits.stride(0)), mask,
+            0 if mask is None or len(mask) == 1 else mask.stride(0), prefix, call.limits,
+            steps.t, said, lse, candidates, out, _pair(call.length_bonus if best else 0.0),
+            (K, V, T), call.end, call.min_length, NGRAM=call.no_repeat_ngram, BEST=BEST, BW=BW,
+            num_warps=8 if BW > 1024 else 4, **LAUNCH_OPTIONS,
+        )  # fmt: skip
+    return (lse, out) if candidates is None else (lse, *candidates)  # type: ignore[return-value]
+
+
+def continue_best(
+    logits: Tensor, scored: tuple[Tensor, ...], weights: Tensor, call: SearchInputs, steps: Steps,
+    beam: Beam,
+) -> None:  # fmt: skip
+    """Choose the hypotheses after a step, and store them."""
+    lse, *best = scored
+    K, C, (R, Tk) = call.beam, best[0].shape[1], weights.shape
+    covered = None if beam.covered is None else (beam.covered, weights, beam.exists)
+    BC = triton.next_power_of_2(K * C)
+    with torch.cuda.device_of(logits):
+        _continue_best[(R // K,)](
+            (logits, logits.stride(0)), lse, tuple(best), steps.t, steps[:3],
+            (beam.total, beam.row, beam.read),
+            (beam.ended, beam.is_nan, beam.finished, beam.top, beam.unfinished),
+            (beam.final, beam.final_slot, beam.final_score), covered, (K, C, R, Tk), call.end,
+            call.begin, _pair(call.length_penalty), _pair(call.coverage_penalty), BC=BC,
+            BR=triton.next_power_of_2(2 * K), BK=32,
+            num_warps=max(1, min(16, BC // 256)), **LAUNCH_OPTIONS,
+        )  # fmt: skip
+
+
+def trace(
+    steps: Steps, weights: Tensor | None, lengths: Tensor, slots: Tensor, last: Tensor | None,
+    call: SearchInputs,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the words ``[B, N, T]`` of hypotheses, their scores and attention weights.
+
+    Args:
+        steps: of the search.
+        weights: ``[T, R, Tk]``, or None.
+        lengths, slots: ``[B, N]``, and the slots at the last step.
+        last: ``[B, N]``, the score of an end that comes after the step before, NaN without.
+        call: of the search.
+    """
+    (B, N), (T, R) = lengths.shape, steps.words.shape
+    words, scores = (x.new_zeros(B, N, T) for x in steps[:2])
+    Tk = 0 if weights is None else weights.shape[-1]
+    shape = (0,) if weights is None else (B, N, T, Tk)
+    traced = steps.scores.new_zeros(shape)
+    with torch.cuda.device_of(words):
+        _trace[(B * N,)](
+            steps[:3], None if weights is None else (weights, traced), lengths.contiguous(),
+            slots.contiguous(), None if last is None else last.contiguous(), (words, scores),
+            (N, call.beam, R, T, Tk), call.end, ENDS=last is not None, BK=128, num_warps=1,
+            **LAUNCH_OPTIONS,
+        )  # fmt: skip
+    return words, scores, traced
