@@ -645,7 +645,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
     },
     ("attnfast/integrations/projects/onmt.py", "tests/integrations/test_search_model.py"): {
         "encoded": [
-            ("normalisation=attention.attn_func,", ""),
+            ('{"terms": {"normalisation": attention.attn_func}}', "{}"),
             ("decoder.state.update(kept)", "pass"),
         ],
         "encode_opennmt": [("len(tables) != 1 or", "")],

@@ -108,7 +108,7 @@ def fusion_skip_reason(
 
 def linear_of(weight: Tensor, bias: Any = None) -> nn.Linear:
     """Return a linear layer of a computed weight, which gradients pass through."""
-    layer = nn.Linear(1, 1, device="meta")
+    layer = nn.Linear(weight.shape[1], weight.shape[0], device="meta")
     layer._parameters.clear()
     layer.__dict__.update(weight=weight, bias=bias)
     return layer

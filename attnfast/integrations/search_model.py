@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from attnfast._utils.checks import (
     InputError,
     argument_message,
     check_array,
+    check_like,
     check_numbers,
     describe,
     raise_type_error,
@@ -30,12 +32,17 @@ from attnfast.nn._fused_rnn import run_layer, select_layer_backend
 from attnfast.nn._fused_search import search_inputs
 from attnfast.nn._layer import Layer, RecurrentState
 from attnfast.nn._linear import is_plain
+from attnfast.nn.wrappers import GatedAttention
 from attnfast.ops import dispatch
 from attnfast.ops.backends import HALF
 from attnfast.ops.operators import is_tracing
 from attnfast.ops.search import SEARCH, SearchInputs
 
 __all__ = ["DecoderParts", "SearchModel", "find_words", "make_search_model"]
+
+
+#: The cells whose parameters may be used without calling them.
+CELLS = nn.RNNCell, nn.GRUCell, nn.LSTMCell
 
 
 class DecoderParts(NamedTuple):
@@ -53,8 +60,8 @@ class DecoderParts(NamedTuple):
         embedding, scale: E and s.
         output: W and b.
         decoder: the module whose inner modules are not called.
-        normalisation: that of the attention weights.
-        wrappers: modules around the embedding, which are not called either.
+        wrappers: modules around the embedding and the output layer, which are not called either.
+        attention: other arguments of :func:`make_attention` than the query's projection, by name.
     """
 
     layer: Layer
@@ -63,13 +70,13 @@ class DecoderParts(NamedTuple):
     output: nn.Linear
     decoder: nn.Module
     scale: float = 1.0
-    normalisation: str = "softmax"
     wrappers: tuple[nn.Module, ...] = ()
+    attention: Mapping[str, Any] = MappingProxyType({})
 
     def attend(self, memory: Memory) -> Any:
         """Return a module of attention that takes the memory."""
-        terms = {"normalisation": self.normalisation, "score_vector": memory.score_vector}
-        return make_attention(self.query_proj, terms=terms)
+        terms = {"score_vector": memory.score_vector, **self.attention.get("terms", {})}
+        return make_attention(self.query_proj, **{**self.attention, "terms": terms})
 
     def skip_reason(self) -> str:
         """Return why calling the modules may differ from using their parameters, or ""."""
@@ -80,8 +87,10 @@ class DecoderParts(NamedTuple):
             return "its embedding or output layer is no plain module of torch.nn"
         if self.output.out_features != self.embedding.num_embeddings:
             return "it scores more or fewer words than it embeds"
-        plain = self.layer.rnn is None
-        return "" if plain else "its recurrent layer is no plain nn.GRU or nn.LSTM"
+        cells = [x for x in self.decoder.modules() if isinstance(x, nn.RNNCellBase)]
+        if self.layer.rnn is not None or not all(is_plain(x, *CELLS) for x in cells):
+            return "its recurrent layer is no plain nn.GRU or nn.LSTM, or of their cells"
+        return ""
 
     def search_inputs(
         self, memory: Memory, state: RecurrentState, constraints: Constraints
@@ -95,9 +104,13 @@ class DecoderParts(NamedTuple):
             source = self.layer, 2, memory.value, states
             reason = fusion_skip_reason(*source, self.decoder, *parts, feed=feed) or ""
         attention = self.attend(memory)
+        if isinstance(attention, GatedAttention):
+            reason = reason or "the operator of searches has no gate on contexts"
         if not reason:
             weight = self.embedding.weight
-            backend, reason = select_layer_backend(attention, memory, weight, operator=SEARCH.name)
+            backend, reason = select_layer_backend(
+                attention, memory, weight, history=state.history, operator=SEARCH.name
+            )
         if backend is None:
             return None, None, reason
         call = search_inputs(
@@ -151,6 +164,13 @@ def find_words(
     return found.words[:, 0, :steps]
 
 
+def check_all_visible(states: Tensor, lengths: Tensor) -> None:
+    """Raise unless all states of each source count, for attention without a mask."""
+    if (lengths < states.shape[1]).any():
+        expected = f"lengths must be {states.shape[1]}"
+        raise UnsupportedCall(f"its attention reads padding: {expected}, got {lengths.tolist()}")
+
+
 class EncodedSource(NamedTuple):
     """The memory of encoded sources, and the decoder's parts."""
 
@@ -170,7 +190,8 @@ class SearchModel:
 
     Args:
         encode: ``encode(source, lengths, decoder, *modules)`` returns the decoder's parts, the
-            memory of the sources and the state before the first word.
+            memory of the sources and the state before the first word. Its sources are word ids, or,
+            if it names its first argument ``states``, the outputs of an encoder.
         decoder: the decoder, or the model that has it.
         modules: what ``encode`` calls beside the decoder.
 
@@ -208,7 +229,8 @@ class SearchModel:
         """Encode sources; return them, and the state before the first word.
 
         Args:
-            source: word ids ``[B, Tk]``.
+            source: word ids ``[B, Tk]``, or an encoder's outputs ``[B, Tk, D]``; those of images
+                may be ``[B, rows, columns, D]``, which are read row by row.
             lengths: ``[B]``, each from 1 to Tk.
 
         Raises:
@@ -216,7 +238,13 @@ class SearchModel:
                 computes.
             ValueError, TypeError: an argument does not fit; the message names it.
         """
-        check_array("source", source, "int64 or int32", ("B", "Tk"))
+        if next(iter(inspect.signature(self._encode).parameters)) == "states":
+            shapes = ("B", "Tk", "D"), ("B", "rows", "columns", "D")
+            check_array("source", source, "floating-point", *shapes)
+            check_like("source", source, next(self.decoder.parameters()), "the decoder's")
+            source = source.flatten(1, -2)
+        else:
+            check_array("source", source, "int64 or int32", ("B", "Tk"))
         check_numbers("lengths", lengths, len(source), 1, source.shape[1], "source")
         if any(x.training for x in (self.decoder, *self.modules)):
             raise InputError("model must be in evaluation mode: call eval() first")
@@ -254,7 +282,8 @@ class SearchModel:
         state = state._replace(
             hidden=steps.states[..., -1, :],
             cell=None if steps.cells is None else steps.cells[..., -1, :],
-            feed=None if layer.attends_first else last[:, -1], packed=steps.packed,  # type: ignore[index]
+            feed=None if layer.attends_first else last[:, -1],  # type: ignore[index]
+            history=steps.history, packed=steps.packed,
         )  # fmt: skip
         logits = F.linear(rows, output.weight, output.bias)
         return logits, state, steps.weights if need_weights else None
@@ -299,12 +328,16 @@ operator and that can be searched with, got none
         raise InputError(f"modules must have {expected}, got {got}")
     [(decoder, encode)] = known
     more = [x for x in dict.fromkeys(modules) if x is not decoder]
-    needed = list(inspect.signature(encode).parameters)[3:]
+    names = list(inspect.signature(encode).parameters)[2:]
+    needed = names[1:]
     fits = len(more) == len(needed) and all(
         name != "model" or getattr(x, "decoder", None) is decoder for x, name in zip(more, needed)
     )
     if not fits:
-        expected = "the model alone" if needed != ["encoder"] else "the encoder and the decoder"
+        alone = "the model alone" if "model" in names else "the decoder alone"
+        parts = [f"the {name}" for name in (*needed, "decoder")]
+        several = f"{', '.join(parts[:-1])} and {parts[-1]}"
+        expected = several if needed and "model" not in names else alone
         got = ", ".join(type(x).__name__ for x in modules)
         raise InputError(argument_message("modules", expected, got))
     return SearchModel(encode, decoder, *more)

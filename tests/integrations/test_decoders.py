@@ -183,7 +183,7 @@ KINDS = {
     "OpenNMT": (onmt, feed, 16),
     "eole": (eole, feed_embedded, 8),
     "joeynmt": (joeynmt, unroll, 6),
-    "clovaai": (clovaai, recognise, 4),
+    "clovaai": (clovaai, recognise, 6),
     "yoyodyne": (yoyodyne, force, 6),
     "bentrevett": (bentrevett, sample, 35),
 }

@@ -10,6 +10,7 @@ from attnfast.decoding import Memory
 from attnfast.integrations.adapter import Adapter, UnsupportedCall
 from attnfast.integrations.fused_decoders import fusion_skip_reason, run_decoder, state_of
 from attnfast.integrations.helpers import attend_to_source, is_plain, project
+from attnfast.integrations.search_model import DecoderParts, check_all_visible, find_words
 from attnfast.nn._layer import Layer
 
 
@@ -23,25 +24,46 @@ class Recognition:
         return state, weights.unsqueeze(2)
 
 
+def parts_of(head):
+    """Return the head's parts; its cells read [c; y], and words are rows of the identity."""
+    cell, weight = head.attention_cell, head.generator.weight
+    layer = Layer.of_cells(cell.rnn)
+    layer = layer._replace(weight_ih=layer.weight_ih.roll(-cell.i2h.in_features, 1))
+    table = nn.Embedding.from_pretrained(torch.eye(head.num_classes).to(weight))
+    return DecoderParts(layer, cell.h2h, table, head.generator, head)
+
+
+def memory_and_state(head, source):
+    """Return the memory of a source, and the state before the first character."""
+    cell, zeros = head.attention_cell, source.new_zeros(1, len(source), head.hidden_size)
+    key, weight = project(cell, "key", cell.i2h, source), cell.score.weight[0]
+    return Memory(key, source, score_vector=weight, score="tanh"), state_of(zeros, zeros)
+
+
+def encode(states, lengths, head):
+    """Return the head's parts, the memory of encoded images and the first state."""
+    check_all_visible(states, lengths)
+    return parts_of(head), *memory_and_state(head, states)
+
+
 class Head:
-    """c = attend(h), h = cell([c; y], h), for all characters y of a text."""
+    """c = attend(h), h = cell([c; y], h), for all characters y of a text, or of its own."""
 
     def forward(self, batch_H, text, is_train=True, batch_max_length=25):
-        cell, T, B = self.attention_cell, batch_max_length + 1, len(batch_H)
-        if not is_train or text.shape[1] < T:
-            raise UnsupportedCall("there is no text, or one of too few characters")
-        layer = Layer.of_cells(cell.rnn)
-        zeros, parts = batch_H.new_zeros(1, B, self.hidden_size), (cell.i2h, cell.h2h, cell.score)
-        reason = fusion_skip_reason(layer, T, batch_H, [zeros, zeros], cell, *parts)
+        cell, T = self.attention_cell, batch_max_length + 1
+        if is_train and text.shape[1] < T:
+            raise UnsupportedCall("its text has too few characters")
+        parts, (memory, state) = parts_of(self), memory_and_state(self, batch_H)
+        inner, states = (cell.i2h, cell.h2h, cell.score), [state.hidden[None], state.cell[None]]
+        reason = fusion_skip_reason(parts.layer, T, batch_H, states, cell, *inner)
         if reason or not is_plain(cell.rnn, nn.LSTMCell):
             raise UnsupportedCall(reason or "its recurrent layer is no plain nn.LSTMCell")
-        key = project(cell, "key", cell.i2h, batch_H)
-        steps = run_decoder(
-            layer._replace(weight_ih=layer.weight_ih.roll(-batch_H.shape[2], 1)),  # for [y; c]
-            F.one_hot(text[:, :T], self.num_classes).to(batch_H.dtype),
-            state_of(zeros, zeros), cell.h2h,
-            Memory(key, batch_H, score_vector=cell.score.weight[0], score="tanh"),
-        )  # fmt: skip
+        if not is_train:
+            start = torch.zeros(len(batch_H), dtype=torch.long, device=batch_H.device)
+            words = find_words(parts, memory, state, start, T - 1)
+            text = torch.cat([start.unsqueeze(1), words], 1)
+        read = F.one_hot(text[:, :T], self.num_classes).to(batch_H.dtype)
+        steps = run_decoder(parts.layer, read, state, parts.query_proj, memory)
         return self.generator(steps.output)
 
 
@@ -62,7 +84,8 @@ def recognise(head, draw):
         B, Tk = len(lengths), max(lengths)
         for T in draw.steps(5, 2):
             text = draw.words(head.num_classes, B, T)
-            yield head(draw(B, Tk, width), text, True, T - 1)
+            for forced in (True, False):
+                yield head(draw(B, Tk, width), text, forced, T - 1)
 
 
 ADAPTERS = [
@@ -81,11 +104,11 @@ ADAPTERS = [
         implementation=Head,
         classes=["Attention"],
         parameters=["attention_cell.*", "generator.*"],
-        known_attributes=["device", "_char_to_onehot"],
+        known_attributes=["device", "_char_to_onehot", "hidden_size"],
         attention="attention_cell",
         example=recognise,
         weight_scale=2.0,  # a recurrence amplifies rounding errors
-        note="its own code runs without a text",
+        search=encode,
         dtype=torch.float32,
     ),
 ]

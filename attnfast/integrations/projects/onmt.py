@@ -133,8 +133,8 @@ def encoded(decoder, table, output, start, *wrappers):
     decoder.state.update(kept)
     query, memory = memory_of(attention, states, **seen)
     parts = DecoderParts(
-        layer_of(decoder), query, table, output, decoder,
-        normalisation=attention.attn_func, wrappers=wrappers,
+        layer_of(decoder), query, table, output, decoder, wrappers=wrappers,
+        attention={"terms": {"normalisation": attention.attn_func}},
     )  # fmt: skip
     return parts, memory, state_of(*hidden, feed=feed)
 

@@ -1,0 +1,135 @@
+"""Searches with decoders of encoder states: their own single steps, and their own searches."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from integrations.common import serve
+from integrations.reference_projects import RecognitionHead
+from integrations.test_search_model import found_in_one
+from torch import nn
+
+import attnfast
+from attnfast._utils.checks import InputError
+from attnfast.decoding import beam_search, greedy_search, sample, search
+from attnfast.integrations import make_search_model
+
+V, B, TK, D = 11, 6, 7, 6
+STATES = torch.randn(B, TK, D, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+ALL = torch.full((B,), TK)
+LENGTHS = torch.tensor([7, 2, 5, 1, 7, 3])
+IDS = {"start": 0, "end": 1, "forbidden": ()}
+
+
+def greedy(step, steps, words):
+    """Return the words [B, T] after ``words [B, 1]``; ``step(words)`` returns scores [B, V]."""
+    for _ in range(steps):
+        words = torch.cat([words, step(words[:, -1]).argmax(-1, keepdim=True)], 1)
+    return words[:, 1:]
+
+
+# ---- how each project's decoder is made, and its own single steps --------------------------------
+
+
+def clovaai(modules, source, lengths, steps):
+    [head] = modules
+    hidden = (torch.zeros(B, head.hidden_size),) * 2
+
+    def step(words):
+        nonlocal hidden
+        read = head._char_to_onehot(words, onehot_dim=V)
+        hidden, _ = head.attention_cell(hidden, source, read)
+        return head.generator(hidden[0])
+
+    return greedy(step, steps, torch.zeros(B, 1, dtype=torch.long))
+
+
+#: How the modules are made, the function that finds words by their own steps, the type in which
+#: these run, and the lengths of the sources.
+KINDS = {
+    "clovaai": (lambda: [RecognitionHead(D, 8, V)], clovaai, torch.float32, ALL),
+}
+
+
+def made(kind):
+    """Return modules in evaluation mode, their served copies, and the arguments of a search."""
+    make, _, dtype, lengths = KINDS[kind]
+    torch.manual_seed(1)
+    plain = nn.ModuleList(make())
+    for p in plain.parameters():
+        nn.init.normal_(p, std=3 * max(p.shape[-1:]) ** -0.5)
+    plain = plain.to(dtype).eval()
+    served = copy.deepcopy(plain)
+    serve(served)
+    return plain, served, (STATES.to(dtype), lengths)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_searches_are_one_operator(kind, monkeypatch):
+    """Equal to the loop over single steps."""
+    _, served, source = made(kind)
+    model = make_search_model(*served)
+    calls = (
+        lambda: greedy_search(model, *source, need_weights=True, **IDS),
+        lambda: beam_search(model, *source, 4, n_best=3, need_weights=True, **IDS),
+        lambda: sample(model, *source, 2, generator=torch.manual_seed(0), **IDS),
+    )
+    for name, call in zip(("greedy search", "beam search", "sampling"), calls):
+        assert f"{name}: one operator on cpu" in str(attnfast.explain(call))
+    found = [call() for call in calls]
+    monkeypatch.setattr(search, "_run_operator", lambda *_, **__: None)
+    for x, call in zip(found, calls):
+        torch.testing.assert_close(x, call())
+    assert len({tuple(words) for words in found[0].best}) > 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_words_are_those_of_a_projects_own_steps(kind):
+    plain, served, source = made(kind)
+    with torch.no_grad():
+        wanted = KINDS[kind][1](plain, *source, 9).tolist()
+    found = greedy_search(make_search_model(*served), *source, max_length=9, **IDS)
+    assert len({tuple(words) for words in found.best}) > 2
+    for words, own in zip(found.best, wanted):
+        end = own.index(1) if 1 in own else 9
+        assert words == own[:end]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_hook_is_passed_over(kind):
+    """A hook on any module is refused."""
+    _, served, source = made(kind)
+    model = make_search_model(*served)
+    for module in (x for part in served for x in part.modules()):
+        handle = module.register_forward_hook(lambda *_: None)
+        with pytest.raises(InputError, match=r"model cannot be searched with: .*hooks"):
+            greedy_search(model, *source, **IDS)
+        handle.remove()
+    greedy_search(model, *source, **IDS)
+
+
+# ---- a project's own calls ----------------------------------------------------------------------
+
+
+def test_clovaai_without_a_text():
+    [plain], [served], (source, _) = made("clovaai")
+    torch.testing.assert_close(served(source, None, False, 8), plain(source, None, False, 8))
+    assert found_in_one(lambda: served(source, None, False, 8))
+
+
+# ---- what cannot be searched with ---------------------------------------------------------------
+
+
+def test_bad_sources_are_named():
+    _, served, (source, lengths) = made("clovaai")
+    model = make_search_model(*served)
+    for states, ends, message in (
+        (torch.zeros(6, 7).long(), lengths, r"source must be floating-point \[B, Tk, D\] or"),
+        (source.double(), lengths, "source must be of the decoder's dtype torch.float32"),
+        (source, LENGTHS, "its attention reads padding: lengths must be 7, got"),
+        (source, lengths + 1, "lengths must be between 1 and 7 to fit source, got 8"),
+    ):
+        with pytest.raises((InputError, ValueError, TypeError), match=message):
+            greedy_search(model, states, ends, **IDS)
