@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import pytest
 import torch
-from integrations.common import serve
+from integrations.common import real, serve
 from integrations.reference_projects import RecognitionHead
 from integrations.test_search_model import found_in_one
 from torch import nn
@@ -16,6 +17,7 @@ from attnfast._utils.checks import InputError
 from attnfast.decoding import beam_search, greedy_search, sample, search
 from attnfast.integrations import make_search_model
 
+UNUSED = ("hyperpyyaml", "joblib", "ruamel", "scipy", "sentencepiece", "torchaudio", "yaml")
 V, B, TK, D = 11, 6, 7, 6
 STATES = torch.randn(B, TK, D, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
 ALL = torch.full((B,), TK)
@@ -46,20 +48,65 @@ def clovaai(modules, source, lengths, steps):
     return greedy(step, steps, torch.zeros(B, 1, dtype=torch.long))
 
 
+def speechbrain_modules(kind, rnn="gru", layers=1, plain=False):
+    RNN, embedding, linear = (
+        real(f"speechbrain.nnet.{x}", *UNUSED) for x in ("RNN", "embedding", "linear")
+    )
+    decoder = RNN.AttentionalRNNDecoder(
+        rnn, kind, 8, 5, layers, enc_dim=D, input_size=4, nonlinearity="tanh", channels=3,
+        kernel_size=2, scaling=1.3,
+    )  # fmt: skip
+    if plain:
+        return [nn.Embedding(V, 4), decoder, nn.Linear(8, V, bias=False)]
+    return [embedding.Embedding(V, 4), decoder, linear.Linear(V, input_size=8)]
+
+
+def speechbrain(modules, source, lengths, steps):
+    names = "embedding", "decoder", "linear"
+    searcher = real("speechbrain.decoders.seq2seq", *UNUSED).S2SRNNGreedySearcher(
+        **dict(zip(names, modules)), bos_index=0, eos_index=1, min_decode_ratio=0,
+        max_decode_ratio=1,
+    )  # fmt: skip
+    memory = searcher.reset_mem(B, source.device)
+    memory = memory[0], memory[1].to(source)
+
+    def step(words):
+        nonlocal memory
+        scores, memory, _ = searcher.forward_step(words, memory, source, lengths)
+        return scores
+
+    return greedy(step, steps, torch.zeros(B, 1, dtype=torch.long))
+
+
 #: How the modules are made, the function that finds words by their own steps, the type in which
 #: these run, and the lengths of the sources.
 KINDS = {
     "clovaai": (lambda: [RecognitionHead(D, 8, V)], clovaai, torch.float32, ALL),
+    **{
+        f"SpeechBrain, {', '.join(map(str, args))}": (
+            partial(speechbrain_modules, *args),
+            speechbrain,
+            dtype,
+            LENGTHS,
+        )
+        for dtype, *args in (
+            (torch.float64, "content", "lstm", 2),
+            (torch.float64, "keyvalue", "rnn", 1, True),
+            (torch.float32, "location", "gru"),  # its first weights, whatever its parameters
+            (torch.float32, "location", "lstm", 2),
+        )
+    },
 }
 
 
-def made(kind):
+def made(kind, dtype=None):
     """Return modules in evaluation mode, their served copies, and the arguments of a search."""
-    make, _, dtype, lengths = KINDS[kind]
-    torch.manual_seed(1)
+    make, _, own_dtype, lengths = KINDS[kind]
+    dtype = dtype or own_dtype
+    torch.manual_seed(4)
     plain = nn.ModuleList(make())
     for p in plain.parameters():
-        nn.init.normal_(p, std=3 * max(p.shape[-1:]) ** -0.5)
+        nn.init.normal_(p, std=5 * max(p.shape[-1:]) ** -0.5)
     plain = plain.to(dtype).eval()
     served = copy.deepcopy(plain)
     serve(served)
@@ -69,7 +116,7 @@ def made(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_searches_are_one_operator(kind, monkeypatch):
     """Equal to the loop over single steps."""
-    _, served, source = made(kind)
+    _, served, source = made(kind, torch.float64)
     model = make_search_model(*served)
     calls = (
         lambda: greedy_search(model, *source, need_weights=True, **IDS),
@@ -119,6 +166,15 @@ def test_clovaai_without_a_text():
     assert found_in_one(lambda: served(source, None, False, 8))
 
 
+def test_speechbrains_attention_keeps_its_attributes():
+    _, served, source = made("SpeechBrain, location, gru")
+    decoder = served[1]
+    decoder(torch.randn(1, 2, 4), torch.randn(1, 3, D), torch.ones(1))
+    before = dict(vars(decoder.attn))
+    greedy_search(make_search_model(*served), *source, **IDS)
+    assert all(vars(decoder.attn)[name] is x for name, x in before.items())
+
+
 # ---- what cannot be searched with ---------------------------------------------------------------
 
 
@@ -133,3 +189,18 @@ def test_bad_sources_are_named():
     ):
         with pytest.raises((InputError, ValueError, TypeError), match=message):
             greedy_search(model, states, ends, **IDS)
+
+
+def test_speechbrains_modules_are_named():
+    _, (embedding, decoder, linear), source = made("SpeechBrain, location, gru")
+    expected = "modules must be the embedding, the linear and the decoder, got Attentional"
+    with pytest.raises(InputError, match=expected):
+        make_search_model(decoder, linear)
+    linear.max_norm = 1.0
+    for modules, reason in (
+        ((embedding, decoder, linear), "its linear layer is no nn.Linear, or has a maximum norm"),
+        ((embedding, decoder, nn.Sequential(linear.w)), "its linear layer is no nn.Linear"),
+        ((nn.Sequential(embedding), decoder, linear.w), "its embedding or output layer is no"),
+    ):
+        with pytest.raises(InputError, match=f"model cannot be searched with: {reason}"):
+            greedy_search(make_search_model(*nn.ModuleList(modules).eval()), *source, **IDS)

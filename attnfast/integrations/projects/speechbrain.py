@@ -1,8 +1,11 @@
 """SpeechBrain: attention by content, location, keys and values; the decoder that has them."""
 
+import copy
 from functools import partial
 
 import torch
+from torch import nn
+from torch.nn import functional as F
 
 from attnfast.decoding import Memory
 from attnfast.integrations.adapter import Adapter, UnsupportedCall
@@ -12,10 +15,12 @@ from attnfast.integrations.fused_decoders import (
     StepDropout,
     draw_masks,
     fusion_skip_reason,
+    linear_of,
     run_decoder,
     state_of,
 )
 from attnfast.integrations.helpers import attend_to_source
+from attnfast.integrations.search_model import DecoderParts
 from attnfast.nn._layer import Layer
 from attnfast.nn.stateful import CumulativeState, LocationAwareAttention
 
@@ -75,16 +80,72 @@ class KeyValue:
         return context, weights.unsqueeze(1)
 
 
-class Decoder:
-    """h = cell([x; c], h), c = attend(h), y = V [c; h] + d.
+def layer_of(decoder):
+    """Return the decoder's cells."""
+    return Layer.of_cells(*decoder.rnn.rnn_cells, attends_first=False)
+
+
+def begun(decoder, attention, states, lengths):
+    """Return the memory of a source, the first state, and the arguments of make_attention.
 
     A layer on a context, Σ α (W h + b), is one on the values: the weights α sum to 1.
     """
+    attention.reset()
+    begin(attention, states, lengths)
+    ends, cells = lengths_of(attention), list(decoder.rnn.rnn_cells)
+    zeros = states.new_zeros(len(cells), len(states), decoder.hidden_size)
+    state = state_of(*[zeros] * (1 + isinstance(cells[0], nn.LSTMCell)))
+    if hasattr(attention, "key_linear"):
+        memory = Memory(attention.keys, attention.values, ends)
+        return memory, state, attention.query_linear, {"scale": 1 / float(attention.scaling)}
+    key, options = attention.precomputed_enc_h, {"scale": attention.scaling}
+    if hasattr(attention, "conv_loc"):
+        key = key + attention.mlp_loc.bias
+        options |= {"kind": LocationAwareAttention, "terms": {
+            "location_conv": attention.conv_loc, "location_proj": attention.mlp_loc,
+            "channels": "previous",
+        }}  # fmt: skip
+        first = attention.prev_attn.to(states)
+        state = state._replace(history=CumulativeState(first, first))
+    vector = attention.mlp_attn.weight[0]
+    memory = Memory(key, attention.mlp_out(states), ends, score_vector=vector, score="tanh")
+    return memory, state, attention.mlp_dec, options
+
+
+def inner(module, name, attribute):
+    """Return the module of torch.nn in a module of SpeechBrain's of this name, or the module."""
+    cls = type(module)
+    is_own = f"{cls.__module__}.{cls.__qualname__}" == f"speechbrain.nnet.{name}"
+    return getattr(module, attribute) if is_own else module
+
+
+def encode(states, lengths, decoder, embedding, linear):
+    """Return the decoder's parts, the memory of encoder states and the first state.
+
+    No activation is between the layers after the attention: U (V [c; h] + d) + e is one layer.
+    """
+    table = inner(embedding, "embedding.Embedding", "Embedding")
+    last, first = inner(linear, "linear.Linear", "w"), decoder.proj
+    if type(last) is not nn.Linear or getattr(linear, "max_norm", None) is not None:
+        raise UnsupportedCall("its linear layer is no nn.Linear, or has a maximum norm")
+    attention = copy.copy(decoder.attn)  # whose attributes stay as they are
+    memory, state, query, options = begun(decoder, attention, states, lengths)
+    weight, bias = last.weight @ first.weight, F.linear(first.bias, last.weight, last.bias)
+    output = linear_of(weight.roll(decoder.hidden_size, 1), bias)  # for [h; c]
+    parts = DecoderParts(
+        layer_of(decoder), query, table, output, decoder, attention=options,
+        wrappers=(embedding, linear, last),
+    )  # fmt: skip
+    return parts, memory, state
+
+
+class Decoder:
+    """h = cell([x; c], h), c = attend(h), y = V [c; h] + d."""
 
     def forward(self, inp_tensor, enc_states, wav_len):
-        attention, (B, T), cells = self.attn, inp_tensor.shape[:2], list(self.rnn.rnn_cells)
-        layer = Layer.of_cells(*cells, attends_first=False)
-        zeros = enc_states.new_zeros(len(cells), B, self.hidden_size)
+        attention, T, cells = self.attn, inp_tensor.shape[1], list(self.rnn.rnn_cells)
+        zeros = enc_states.new_zeros(len(cells), len(enc_states), self.hidden_size)
+        layer = layer_of(self)
         located, by_key = hasattr(attention, "conv_loc"), hasattr(attention, "key_linear")
         dropouts = [self.drop, *self.rnn.dropout_layers]
         parts = [self.proj, self.rnn, self.drop, attention]
@@ -95,27 +156,8 @@ class Decoder:
             layer, T, enc_states, [zeros], attention, *parts, drops=drops, has_history=located
         ):
             raise UnsupportedCall(reason)
-        attention.reset()
-        begin(attention, enc_states, torch.round(enc_states.shape[1] * wav_len).long())
-        state, lengths = state_of(*[zeros] * (1 + (layer.mode == "lstm"))), lengths_of(attention)
-        if by_key:
-            query, scale = attention.query_linear, 1 / float(attention.scaling)
-            memory = Memory(attention.keys, attention.values, lengths)
-        else:
-            query, scale = attention.mlp_dec, attention.scaling
-            key, values = attention.precomputed_enc_h, attention.mlp_out(enc_states)
-            key = key + attention.mlp_loc.bias if located else key
-            vector = attention.mlp_attn.weight[0]
-            memory = Memory(key, values, lengths, score_vector=vector, score="tanh")
-        history = {}
-        if located:
-            history = {"kind": LocationAwareAttention, "detach_history": True}
-            history["terms"] = {
-                "location_conv": attention.conv_loc, "location_proj": attention.mlp_loc,
-                "channels": "previous",
-            }  # fmt: skip
-            first = attention.prev_attn.to(enc_states)
-            state = state._replace(history=CumulativeState(first, first))
+        ends = torch.round(enc_states.shape[1] * wav_len).long()
+        memory, state, query, options = begun(self, attention, enc_states, ends)
         joined = inp_tensor.shape[2], self.attn_dim
         cell_dropouts = [StepDropout.of(x, times=len(cells) - 1) for x in dropouts[1:2]]
         input_mask, *between = draw_masks(
@@ -125,7 +167,9 @@ class Decoder:
         if input_mask is not None:
             input_mask, masks["dropout_feed"] = input_mask.split(joined, -1)
             inp_tensor = inp_tensor * input_mask
-        steps = run_decoder(layer, inp_tensor, state, query, memory, scale, **history, **masks)
+        steps = run_decoder(
+            layer, inp_tensor, state, query, memory, detach_history=located, **options, **masks
+        )
         if located:
             attention.prev_attn = steps.weights[:, -1].detach()
         weights = steps.weights.unsqueeze(2) if by_key else steps.weights
@@ -198,6 +242,7 @@ ADAPTERS += [
         example=decode,
         weight_scale=4.0,  # a recurrence amplifies rounding errors
         skip_reason=partial(decoder_skip_reason, located=bool(of_kind)),
+        search=encode,
         note=f"{NOTE}; {LOOP}",
         dtype=dtype,
     )
