@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from functools import partial
+from importlib import import_module
 
 import pytest
 import torch
@@ -18,11 +19,10 @@ from attnfast.decoding import beam_search, greedy_search, sample, search
 from attnfast.integrations import make_search_model
 
 UNUSED = ("hyperpyyaml", "joblib", "ruamel", "scipy", "sentencepiece", "torchaudio", "yaml")
-V, B, TK, D = 11, 6, 7, 6
+V, B, TK, D = 23, 6, 7, 6
 STATES = torch.randn(B, TK, D, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
 ALL = torch.full((B,), TK)
 LENGTHS = torch.tensor([7, 2, 5, 1, 7, 3])
-IDS = {"start": 0, "end": 1, "forbidden": ()}
 
 
 def greedy(step, steps, words):
@@ -78,6 +78,28 @@ def speechbrain(modules, source, lengths, steps):
     return greedy(step, steps, torch.zeros(B, 1, dtype=torch.long))
 
 
+def espnet_modules(kind, *args, residual=False):
+    make = import_module("integrations.test_espnet")
+    decoder = make.decoders.RNNDecoder(V, D, *args, context_residual=residual)
+    decoder.att_list[0] = getattr(make.espnet, kind)(D, 8, *make.KINDS[kind][0])
+    return [decoder]
+
+
+def espnet(modules, source, lengths, steps):
+    """Find the words of each source alone, as ESPnet's searches do."""
+    [decoder], rows = modules, []
+    for states, n in zip(source, lengths):
+        states, memory = states[:n], decoder.init_state(states[:n])
+
+        def step(words, states=states):
+            nonlocal memory
+            scores, memory = decoder.score(words, memory, states)
+            return scores.unsqueeze(0)
+
+        rows.append(greedy(step, steps, torch.full((1, 1), V - 1)))
+    return torch.cat(rows)
+
+
 #: How the modules are made, the function that finds words by their own steps, the type in which
 #: these run, and the lengths of the sources.
 KINDS = {
@@ -96,32 +118,52 @@ KINDS = {
             (torch.float32, "location", "lstm", 2),
         )
     },
+    **{
+        f"ESPnet, {kind}": (
+            partial(espnet_modules, kind, rnn, 1, 8, residual=residual),
+            espnet,
+            dtype,
+            LENGTHS,
+        )
+        for kind, rnn, residual, dtype in (
+            ("AttAdd", "gru", False, torch.float64),
+            ("AttLoc", "lstm", True, torch.float64),
+            ("AttCov", "gru", True, torch.float32),  # as SpeechBrain's
+            ("AttCovLoc", "lstm", False, torch.float32),
+        )
+    },
 }
+
+
+def ids(kind):
+    """Return the ids of the start and the end, which are one word of ESPnet's."""
+    start, end = (V - 1, V - 1) if kind.startswith("ESPnet") else (0, 1)
+    return {"start": start, "end": end, "forbidden": ()}
 
 
 def made(kind, dtype=None):
     """Return modules in evaluation mode, their served copies, and the arguments of a search."""
     make, _, own_dtype, lengths = KINDS[kind]
     dtype = dtype or own_dtype
-    torch.manual_seed(4)
-    plain = nn.ModuleList(make())
+    torch.manual_seed(2)
+    plain = nn.ModuleList(make()).double()
     for p in plain.parameters():
-        nn.init.normal_(p, std=5 * max(p.shape[-1:]) ** -0.5)
+        nn.init.normal_(p, std=2 * max(p.shape[-1:]) ** -0.5)
     plain = plain.to(dtype).eval()
     served = copy.deepcopy(plain)
     serve(served)
-    return plain, served, (STATES.to(dtype), lengths)
+    return plain, served, (STATES.to(dtype), lengths), ids(kind)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_searches_are_one_operator(kind, monkeypatch):
     """Equal to the loop over single steps."""
-    _, served, source = made(kind, torch.float64)
+    _, served, source, words = made(kind, torch.float64)
     model = make_search_model(*served)
     calls = (
-        lambda: greedy_search(model, *source, need_weights=True, **IDS),
-        lambda: beam_search(model, *source, 4, n_best=3, need_weights=True, **IDS),
-        lambda: sample(model, *source, 2, generator=torch.manual_seed(0), **IDS),
+        lambda: greedy_search(model, *source, need_weights=True, **words),
+        lambda: beam_search(model, *source, 4, n_best=3, need_weights=True, **words),
+        lambda: sample(model, *source, 2, generator=torch.manual_seed(0), **words),
     )
     for name, call in zip(("greedy search", "beam search", "sampling"), calls):
         assert f"{name}: one operator on cpu" in str(attnfast.explain(call))
@@ -129,57 +171,59 @@ def test_searches_are_one_operator(kind, monkeypatch):
     monkeypatch.setattr(search, "_run_operator", lambda *_, **__: None)
     for x, call in zip(found, calls):
         torch.testing.assert_close(x, call())
-    assert len({tuple(words) for words in found[0].best}) > 2
+    assert len({tuple(best) for best in found[0].best}) > 2
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_words_are_those_of_a_projects_own_steps(kind):
-    plain, served, source = made(kind)
+    plain, served, source, words = made(kind)
     with torch.no_grad():
         wanted = KINDS[kind][1](plain, *source, 9).tolist()
-    found = greedy_search(make_search_model(*served), *source, max_length=9, **IDS)
-    assert len({tuple(words) for words in found.best}) > 2
-    for words, own in zip(found.best, wanted):
-        end = own.index(1) if 1 in own else 9
-        assert words == own[:end]
+    found = greedy_search(make_search_model(*served), *source, max_length=9, **words)
+    assert len({tuple(best) for best in found.best}) > 2
+    for best, own in zip(found.best, wanted):
+        end = own.index(words["end"]) if words["end"] in own else 9
+        assert best == own[:end]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_hook_is_passed_over(kind):
     """A hook on any module is refused."""
-    _, served, source = made(kind)
+    _, served, source, words = made(kind)
     model = make_search_model(*served)
     for module in (x for part in served for x in part.modules()):
         handle = module.register_forward_hook(lambda *_: None)
         with pytest.raises(InputError, match=r"model cannot be searched with: .*hooks"):
-            greedy_search(model, *source, **IDS)
+            greedy_search(model, *source, **words)
         handle.remove()
-    greedy_search(model, *source, **IDS)
+    greedy_search(model, *source, **words)
 
 
 # ---- a project's own calls ----------------------------------------------------------------------
 
 
 def test_clovaai_without_a_text():
-    [plain], [served], (source, _) = made("clovaai")
+    [plain], [served], (source, _), _ = made("clovaai")
     torch.testing.assert_close(served(source, None, False, 8), plain(source, None, False, 8))
     assert found_in_one(lambda: served(source, None, False, 8))
 
 
-def test_speechbrains_attention_keeps_its_attributes():
-    _, served, source = made("SpeechBrain, location, gru")
-    decoder = served[1]
-    decoder(torch.randn(1, 2, 4), torch.randn(1, 3, D), torch.ones(1))
-    before = dict(vars(decoder.attn))
-    greedy_search(make_search_model(*served), *source, **IDS)
-    assert all(vars(decoder.attn)[name] is x for name, x in before.items())
+@pytest.mark.parametrize("kind", ["SpeechBrain, location, gru", "ESPnet, AttCovLoc"])
+def test_an_attention_keeps_its_attributes(kind):
+    _, served, (source, lengths), words = made(kind)
+    attention = served[1].attn if len(served) > 1 else served[0].att_list[0]
+    with torch.no_grad():
+        KINDS[kind][1](served, source[:, :4], lengths.clamp(max=4), 2)
+    before = dict(vars(attention))
+    greedy_search(make_search_model(*served), source, lengths, **words)
+    assert all(vars(attention)[name] is x for name, x in before.items())
 
 
 # ---- what cannot be searched with ---------------------------------------------------------------
 
 
 def test_bad_sources_are_named():
-    _, served, (source, lengths) = made("clovaai")
+    _, served, (source, lengths), words = made("clovaai")
     model = make_search_model(*served)
     for states, ends, message in (
         (torch.zeros(6, 7).long(), lengths, r"source must be floating-point \[B, Tk, D\] or"),
@@ -188,11 +232,11 @@ def test_bad_sources_are_named():
         (source, lengths + 1, "lengths must be between 1 and 7 to fit source, got 8"),
     ):
         with pytest.raises((InputError, ValueError, TypeError), match=message):
-            greedy_search(model, states, ends, **IDS)
+            greedy_search(model, states, ends, **words)
 
 
 def test_speechbrains_modules_are_named():
-    _, (embedding, decoder, linear), source = made("SpeechBrain, location, gru")
+    _, (embedding, decoder, linear), source, words = made("SpeechBrain, location, gru")
     expected = "modules must be the embedding, the linear and the decoder, got Attentional"
     with pytest.raises(InputError, match=expected):
         make_search_model(decoder, linear)
@@ -203,4 +247,12 @@ def test_speechbrains_modules_are_named():
         ((nn.Sequential(embedding), decoder, linear.w), "its embedding or output layer is no"),
     ):
         with pytest.raises(InputError, match=f"model cannot be searched with: {reason}"):
-            greedy_search(make_search_model(*nn.ModuleList(modules).eval()), *source, **IDS)
+            greedy_search(make_search_model(*nn.ModuleList(modules).eval()), *source, **words)
+
+
+def test_espnets_higher_layers_are_refused():
+    [decoder] = espnet_modules("AttAdd", "lstm", 2, 8)
+    serve(decoder.eval())
+    reason = "model cannot be searched with: its query is the state of the first of several layers"
+    with pytest.raises(InputError, match=reason):
+        greedy_search(make_search_model(decoder), STATES.float(), LENGTHS, **ids("ESPnet"))

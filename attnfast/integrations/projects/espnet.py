@@ -1,5 +1,6 @@
 """ESPnet's attention, all thirteen classes, and the recurrent decoder that has them."""
 
+import copy
 import random
 from functools import partial
 from types import SimpleNamespace
@@ -24,6 +25,7 @@ from attnfast.integrations.helpers import (
     promote_dtype,
     together,
 )
+from attnfast.integrations.search_model import DecoderParts
 from attnfast.nn._fused_rnn import run_layer
 from attnfast.nn._layer import Layer, RecurrentState
 from attnfast.nn.stateful import CoverageAttention, CumulativeState, LocationAwareAttention
@@ -398,6 +400,30 @@ def history_of(attention):
     return CumulativeState(first, first), {"kind": LocationAwareAttention, "terms": terms}
 
 
+def begun(decoder, attention, states, lengths):
+    """Return the memory of a source, the first state, and the arguments of make_attention."""
+    attention.reset()
+    begin(attention, states, list(map(int, lengths)), None)
+    history, options = history_of(attention)
+    key, zeros = attention.pre_compute_enc_h, states.new_zeros(len(states), decoder.dunits)
+    key = key + attention.wvec.bias if hasattr(attention, "wvec") else key
+    vector = attention.gvec.weight[0]
+    memory = Memory(key, states, lengths_of(attention), score_vector=vector, score="tanh")
+    state = RecurrentState(zeros, zeros if decoder.dtype == "lstm" else None, history=history)
+    return memory, state, {"scale": 2.0, **options}
+
+
+def encode(states, lengths, decoder):
+    """Return the decoder's parts, the memory of encoder states and the first state."""
+    if decoder.dlayers > 1:
+        raise UnsupportedCall("its query is the state of the first of several layers")
+    attention = copy.copy(decoder.att_list[0])  # whose attributes stay as they are
+    memory, state, options = begun(decoder, attention, states, lengths)
+    layer, query = Layer.of_cells(decoder.decoder[0]), attention.mlp_dec
+    parts = DecoderParts(layer, query, decoder.embed, decoder.output, decoder, attention=options)
+    return parts, memory, state
+
+
 class Decoder:
     """c = attend(h¹), h¹ = cell([y; c], h¹); layers above it; W hᴸ + b, or W [hᴸ; c] + b."""
 
@@ -420,28 +446,21 @@ class Decoder:
             has_history=not plain,
         ):
             raise UnsupportedCall(reason)
-        attention.reset()
-        begin(attention, hs_pad, list(map(int, hlens)), None)
+        memory, first, options = begun(self, attention, hs_pad, hlens)
         embedded = self.dropout_emb(self.embed(ys_in_pad))
         for _ in range(T - 1):
             random.random()  # the random numbers of its own loop
-        history, terms = history_of(attention)
-        key = attention.pre_compute_enc_h
-        key = key + attention.wvec.bias if hasattr(attention, "wvec") else key
-        memory = Memory(
-            key, hs_pad, lengths_of(attention), score_vector=attention.gvec.weight[0], score="tanh"
-        )
-        first = RecurrentState(zeros, zeros if self.dtype == "lstm" else None)
         query_mask, *state_masks = draw_masks(
             T, zeros, [StepDropout.of(x) for x in (dropouts[0], *dropouts)]
         )
+        start = first._replace(history=None)
         steps = run_decoder(
-            layers[0], embedded, first._replace(history=history), attention.mlp_dec, memory, 2.0,
-            dropout_query=query_mask, **terms,
+            layers[0], embedded, first, attention.mlp_dec, memory, dropout_query=query_mask,
+            **options,
         )  # fmt: skip
         states = apply_mask(steps.states, state_masks[0])
         for layer, mask in zip(layers[1:], state_masks[1:]):  # they change no query
-            states = apply_mask(run_layer(layer, states, first).states, mask)
+            states = apply_mask(run_layer(layer, states, start).states, mask)
         if self.context_residual:
             states = torch.cat([states, steps.contexts], -1)
         out = self.output(keep_in_graph(states, attention.gvec.bias))
@@ -497,11 +516,12 @@ ADAPTERS = [
             implementation=Decoder,
             classes=["espnet2.asr.decoder.rnn_decoder.RNNDecoder"],
             parameters=["embed.weight", "decoder.*", "output.*", "att_list.*"],
-            known_attributes=[*KNOWN, "dlayers", "num_encs", "random", "detach"],
+            known_attributes=[*KNOWN, "dlayers", "dtype", "num_encs", "random", "detach"],
             attention="att_list.0",
             example=decode,
             weight_scale=4.0,  # a recurrence amplifies rounding errors
             skip_reason=partial(decoder_skip_reason, kinds=kinds),
+            search=encode,
             note=f"{EMPTY}; {LOOP}",
             dtype=dtype,
         )
