@@ -22,6 +22,7 @@ from attnfast._utils.checks import (
 )
 from attnfast.decoding import Memory
 from attnfast.decoding._constraints import Constraints
+from attnfast.functional import copy_distribution
 from attnfast.integrations.adapter import UnsupportedCall, adapter_serving
 from attnfast.integrations.fused_decoders import (
     fusion_skip_reason,
@@ -34,9 +35,10 @@ from attnfast.nn._layer import Layer, RecurrentState
 from attnfast.nn._linear import is_plain
 from attnfast.nn.wrappers import GatedAttention
 from attnfast.ops import dispatch
+from attnfast.ops.arguments import length_mask
 from attnfast.ops.backends import HALF
 from attnfast.ops.operators import is_tracing
-from attnfast.ops.search import SEARCH, SearchInputs
+from attnfast.ops.search import SEARCH, SearchInputs, SearchOutputs
 
 __all__ = ["DecoderParts", "SearchModel", "find_words", "make_search_model"]
 
@@ -62,6 +64,8 @@ class DecoderParts(NamedTuple):
         decoder: the module whose inner modules are not called.
         wrappers: modules around the embedding and the output layer, which are not called either.
         attention: other arguments of :func:`make_attention` than the query's projection, by name.
+        pointer: the layer of the gate of a pointer-generator, which reads o_t, or None. The model
+            then copies words of its source, as :func:`attnfast.copy_distribution` does.
     """
 
     layer: Layer
@@ -72,6 +76,7 @@ class DecoderParts(NamedTuple):
     scale: float = 1.0
     wrappers: tuple[nn.Module, ...] = ()
     attention: Mapping[str, Any] = MappingProxyType({})
+    pointer: nn.Linear | None = None
 
     def attend(self, memory: Memory) -> Any:
         """Return a module of attention that takes the memory."""
@@ -93,9 +98,16 @@ class DecoderParts(NamedTuple):
         return ""
 
     def search_inputs(
-        self, memory: Memory, state: RecurrentState, constraints: Constraints
+        self,
+        memory: Memory,
+        state: RecurrentState,
+        constraints: Constraints,
+        words: Tensor | None = None,
     ) -> tuple[SearchInputs | None, str | None, str]:
-        """Return the operator's arguments for a search, its backend, and the reason without one."""
+        """Return the operator's arguments for a search, its backend, and the reason without one.
+
+        ``words [B, Tk]`` are those of the keys, for a pointer-generator.
+        """
         reason, backend = self.skip_reason(), None
         if not reason:
             states = [x.view(-1, *x.shape[-2:]) for x in state[:2] if x is not None]
@@ -113,10 +125,13 @@ class DecoderParts(NamedTuple):
             )
         if backend is None:
             return None, None, reason
+        copying: dict[str, Any] = {}
+        if self.pointer is not None:
+            copying = {"weight_pointer": self.pointer.weight, "bias_pointer": self.pointer.bias}
         call = search_inputs(
             self.layer, attention, memory, state, constraints, backend,
             embedding=self.embedding.weight, weight_vocab=self.output.weight,
-            bias_vocab=self.output.bias, embedding_scale=self.scale,
+            bias_vocab=self.output.bias, embedding_scale=self.scale, source=words, **copying,
         )  # fmt: skip
         return call, backend, ""
 
@@ -128,6 +143,8 @@ def find_words(
     start: Tensor,
     steps: int,
     forced: Tensor | None = None,
+    end: int | None = None,
+    words: Tensor | None = None,
 ) -> Tensor:
     """Return the most probable word of every step, ``[B, T]``.
 
@@ -135,8 +152,10 @@ def find_words(
         parts: of the decoder.
         memory, state: of the sources, and before the first word.
         start: ``[B]``, the word that the first step reads.
-        steps: T.
-        forced: ``[B, T]``, words that the search must choose, −1 where it may choose any.
+        steps: T, or the most steps if there is an end.
+        forced: ``[B, steps]``, words that the search must choose, −1 where it may choose any.
+        end: T is the first step by which every row has had this word.
+        words: ``[B, Tk]``, those of the keys, for a pointer-generator.
 
     Raises:
         UnsupportedCall: no operator can search, or a word is not in the vocabulary.
@@ -152,16 +171,22 @@ def find_words(
         raise UnsupportedCall("a word is beyond the vocabulary")
     if parts.embedding.weight.dtype in HALF:
         raise UnsupportedCall("in half precision single steps may find other words")
-    limits = torch.full((len(start),), steps + 1, device=start.device)
-    constraints = Constraints(limits, first, end=-1, forbidden=(), prefix=forced)
-    with torch.no_grad():
-        call, backend, reason = parts.search_inputs(memory, state, constraints)
+
+    def search(steps: int, end: int) -> SearchOutputs:
+        limits = torch.full((len(start),), steps + 1, device=start.device)
+        constraints = Constraints(limits, first, end=end, forbidden=(), prefix=forced)
+        call, backend, reason = parts.search_inputs(memory, state, constraints, words)
         if call is None or backend is None:
             raise UnsupportedCall(reason)
         found = dispatch.run(SEARCH, call, backend)
-    if (found.lengths < steps).any():
-        raise UnsupportedCall("scores are NaN")
-    return found.words[:, 0, :steps]
+        if (found.lengths < (steps if end < 0 else 0)).any():
+            raise UnsupportedCall("scores are NaN")
+        return found
+
+    with torch.no_grad():
+        if end is not None:
+            steps = min(steps, int(search(steps, end).lengths.max()))
+        return search(steps, -1).words[:, 0, :steps]
 
 
 def check_all_visible(states: Tensor, lengths: Tensor) -> None:
@@ -172,14 +197,16 @@ def check_all_visible(states: Tensor, lengths: Tensor) -> None:
 
 
 class EncodedSource(NamedTuple):
-    """The memory of encoded sources, and the decoder's parts."""
+    """The memory of encoded sources, the decoder's parts, and the words that it copies, if any."""
 
     memory: Memory
     parts: DecoderParts
+    words: Tensor | None = None
 
     def index_select(self, index: Tensor) -> EncodedSource:
         """Return the sources of the sequences ``index``."""
-        return self._replace(memory=self.memory.index_select(index))
+        words = None if self.words is None else self.words.index_select(0, index)
+        return self._replace(memory=self.memory.index_select(index), words=words)
 
 
 class SearchModel:
@@ -256,7 +283,10 @@ class SearchModel:
             raise InputError(f"model cannot be searched with: {error}") from None
         if reason := parts.skip_reason():
             raise InputError(f"model cannot be searched with: {reason}")
-        return EncodedSource(memory, parts), state
+        words, Tk = None, memory.key.shape[1]
+        if parts.pointer is not None:
+            words = source[:, :Tk].long().masked_fill(~length_mask(lengths, Tk), 0)
+        return EncodedSource(memory, parts, words), state
 
     def decode(
         self,
@@ -265,7 +295,10 @@ class SearchModel:
         source: EncodedSource,
         need_weights: bool = False,
     ) -> tuple[Tensor, RecurrentState, Tensor | None]:
-        """Return logits ``[R, T, V]`` after ``words [R, T]``, the next state, and weights."""
+        """Return logits ``[R, T, V]`` after ``words [R, T]``, the next state, and weights.
+
+        Those of a pointer-generator are log-probabilities.
+        """
         parts, memory = source.parts, source.memory
         layer, output = parts.layer, parts.output
         x = F.embedding(words, parts.embedding.weight) * parts.scale
@@ -286,12 +319,15 @@ class SearchModel:
             history=steps.history, packed=steps.packed,
         )  # fmt: skip
         logits = F.linear(rows, output.weight, output.bias)
+        if parts.pointer is not None:
+            gate = F.linear(rows, parts.pointer.weight, parts.pointer.bias).squeeze(-1)
+            logits = copy_distribution(logits, steps.weights, source.words, gate, log=True)  # type: ignore[arg-type]
         return logits, state, steps.weights if need_weights else None
 
     def _search_inputs(
         self, source: EncodedSource, state: RecurrentState, constraints: Constraints
     ) -> tuple[SearchInputs | None, str | None, str]:
-        return source.parts.search_inputs(source.memory, state, constraints)
+        return source.parts.search_inputs(source.memory, state, constraints, source.words)
 
 
 def make_search_model(*modules: nn.Module) -> SearchModel:

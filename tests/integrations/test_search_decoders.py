@@ -1,4 +1,4 @@
-"""Searches with decoders of encoder states: their own single steps, and their own searches."""
+"""Searches with whole decoders of other projects: equal to their own single steps."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from attnfast.integrations import make_search_model
 UNUSED = ("hyperpyyaml", "joblib", "ruamel", "scipy", "sentencepiece", "torchaudio", "yaml")
 V, B, TK, D = 23, 6, 7, 6
 STATES = torch.randn(B, TK, D, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+WORDS = torch.randint(4, V, (B, TK), generator=torch.Generator().manual_seed(3))
 ALL = torch.full((B,), TK)
 LENGTHS = torch.tensor([7, 2, 5, 1, 7, 3])
 
@@ -100,6 +101,24 @@ def espnet(modules, source, lengths, steps):
     return torch.cat(rows)
 
 
+def yoyodyne_modules(kind, cell, layers, extra=0):
+    """Return a model; some words are of sources alone with ``extra``."""
+    make = import_module("integrations.test_yoyodyne")
+    model = make.model(kind, cell, layers=layers, size=8, words=V + extra)
+    model.decoder.dropout_layer.p = 0.3
+    model.classifier, model.target_vocab_size = nn.Linear(model.classifier.in_features, V), V
+    return [model]
+
+
+def yoyodyne(modules, source, lengths, steps):
+    """Find the words by its own prediction, which ends once all of them have."""
+    [model], data = modules, import_module("integrations.test_yoyodyne").data
+    words = data.PaddedTensor([x[:n] for x, n in zip(source, lengths)])
+    found = model(data.Batch(words)).argmax(1)
+    assert found.shape[1] == steps or (found == 3).any(1).all()
+    return found
+
+
 #: How the modules are made, the function that finds words by their own steps, the type in which
 #: these run, and the lengths of the sources.
 KINDS = {
@@ -132,12 +151,24 @@ KINDS = {
             ("AttCovLoc", "lstm", False, torch.float32),
         )
     },
+    **{
+        f"yoyodyne, {kind}": (
+            partial(yoyodyne_modules, kind, *args),
+            yoyodyne,
+            torch.float64,
+            LENGTHS,
+        )
+        for kind, *args in (
+            ("SoftAttention", "LSTM", 1, 3),
+            ("PointerGenerator", "GRU", 2),
+        )
+    },
 }
 
 
 def ids(kind):
     """Return the ids of the start and the end, which are one word of ESPnet's."""
-    start, end = (V - 1, V - 1) if kind.startswith("ESPnet") else (0, 1)
+    start, end = {"ESPnet": (V - 1, V - 1), "yoyodyne": (2, 3)}.get(kind.split(",")[0], (0, 1))
     return {"start": start, "end": end, "forbidden": ()}
 
 
@@ -152,7 +183,8 @@ def made(kind, dtype=None):
     plain = plain.to(dtype).eval()
     served = copy.deepcopy(plain)
     serve(served)
-    return plain, served, (STATES.to(dtype), lengths), ids(kind)
+    source = WORDS if kind.startswith("yoyodyne") else STATES.to(dtype)
+    return plain, served, (source, lengths), ids(kind)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -188,10 +220,12 @@ def test_words_are_those_of_a_projects_own_steps(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_hook_is_passed_over(kind):
-    """A hook on any module is refused."""
+    """A hook on any module that is not called is refused."""
     _, served, source, words = made(kind)
-    model = make_search_model(*served)
-    for module in (x for part in served for x in part.modules()):
+    model, called = make_search_model(*served), []
+    if kind.startswith("yoyodyne"):
+        called = [served[0], served[0].loss_func, *served[0].source_encoder.modules()]
+    for module in (x for part in served for x in part.modules() if x not in called):
         handle = module.register_forward_hook(lambda *_: None)
         with pytest.raises(InputError, match=r"model cannot be searched with: .*hooks"):
             greedy_search(model, *source, **words)
@@ -206,6 +240,31 @@ def test_clovaai_without_a_text():
     [plain], [served], (source, _), _ = made("clovaai")
     torch.testing.assert_close(served(source, None, False, 8), plain(source, None, False, 8))
     assert found_in_one(lambda: served(source, None, False, 8))
+
+
+@pytest.mark.parametrize("limit", [3, 30])
+@pytest.mark.parametrize(("kind", "bias"), [("SoftAttention", 1), ("PointerGenerator", 2)])
+def test_yoyodyne_without_a_target(kind, bias, limit):
+    """It stops once all rows have ended, here the only one, or at its limit."""
+    plain, served, (source, _), _ = made(f"yoyodyne, {kind}")
+    states = torch.randn(B, TK, 6, dtype=torch.float64)
+    mask = torch.arange(TK) >= LENGTHS[:, None]
+    inputs, ends = [source, states, mask][kind == "SoftAttention" :], set()
+    for [model] in (plain, served):
+        model.max_target_length = limit
+        with torch.no_grad():
+            model.classifier.bias[3] += bias
+    for name in ("greedy_decode_train_validate", "greedy_decode_predict_test"):
+        for row in range(B):
+            one = [x[row : row + 1] for x in inputs]
+            got, want = (getattr(model, name)(*one) for [model] in (served, plain))
+            torch.testing.assert_close(got, want)
+            ends.add(got.shape[2])
+        torch.testing.assert_close(*(getattr(m, name)(*inputs) for [m] in (served, plain)))
+        assert found_in_one(lambda name=name: getattr(served[0], name)(*inputs))
+    assert len(ends) > 1 or limit == 3
+    served.train()
+    assert not found_in_one(lambda: served[0].greedy_decode_train_validate(*inputs))
 
 
 @pytest.mark.parametrize("kind", ["SpeechBrain, location, gru", "ESPnet, AttCovLoc"])
