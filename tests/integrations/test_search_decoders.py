@@ -9,7 +9,7 @@ from importlib import import_module
 import pytest
 import torch
 from integrations.common import real, serve
-from integrations.reference_projects import RecognitionHead
+from integrations.reference_projects import CaptionDecoder, RecognitionHead
 from integrations.test_search_model import found_in_one
 from torch import nn
 
@@ -119,10 +119,26 @@ def yoyodyne(modules, source, lengths, steps):
     return found
 
 
+def sgrvinod(modules, source, lengths, steps):
+    """Take steps as its caption.py does."""
+    [decoder] = modules
+    h, c = decoder.init_hidden_state(source)
+
+    def step(words):
+        nonlocal h, c
+        context, _ = decoder.attention(source, h)
+        context = decoder.sigmoid(decoder.f_beta(h)) * context
+        h, c = decoder.decode_step(torch.cat([decoder.embedding(words), context], 1), (h, c))
+        return decoder.fc(h)
+
+    return greedy(step, steps, torch.zeros(B, 1, dtype=torch.long))
+
+
 #: How the modules are made, the function that finds words by their own steps, the type in which
 #: these run, and the lengths of the sources.
 KINDS = {
     "clovaai": (lambda: [RecognitionHead(D, 8, V)], clovaai, torch.float32, ALL),
+    "sgrvinod": (lambda: [CaptionDecoder(7, 4, 8, V, D)], sgrvinod, torch.float64, ALL),
     **{
         f"SpeechBrain, {', '.join(map(str, args))}": (
             partial(speechbrain_modules, *args),
@@ -187,7 +203,7 @@ def made(kind, dtype=None):
     return plain, served, (source, lengths), ids(kind)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [x for x in KINDS if x != "sgrvinod"])
 def test_searches_are_one_operator(kind, monkeypatch):
     """Equal to the loop over single steps."""
     _, served, source, words = made(kind, torch.float64)
@@ -231,6 +247,17 @@ def test_no_hook_is_passed_over(kind):
             greedy_search(model, *source, **words)
         handle.remove()
     greedy_search(model, *source, **words)
+
+
+def test_a_gate_is_for_single_steps():
+    """Images need not be flat."""
+    _, served, (source, lengths), words = made("sgrvinod")
+    model = make_search_model(*served)
+    flat = beam_search(model, source[:, :6], lengths - 1, **words)
+    images = source[:, :6].unflatten(1, (2, 3))
+    torch.testing.assert_close(beam_search(model, images, lengths - 1, **words), flat)
+    done = str(attnfast.explain(beam_search, model, source, lengths, **words))
+    assert "beam search: step by step\n    the operator of searches has no gate on" in done
 
 
 # ---- a project's own calls ----------------------------------------------------------------------

@@ -16,7 +16,8 @@ from attnfast.integrations.fused_decoders import (
     state_of,
 )
 from attnfast.integrations.helpers import attend_to_source, keep_in_graph, project, promote_dtype
-from attnfast.nn._layer import Layer
+from attnfast.integrations.search_model import DecoderParts, check_all_visible
+from attnfast.nn._layer import Layer, RecurrentState
 
 
 class Captioning:
@@ -41,6 +42,26 @@ def drop_states(dropout, states, words):
     return states * torch.cat(masks, 1)
 
 
+def memory_of(attention, source):
+    """Return the memory of encoded images."""
+    key, weight = (
+        project(attention, "key", attention.encoder_att, source),
+        attention.full_att.weight,
+    )
+    return Memory(key, source, score_vector=weight[0], score="relu")
+
+
+def encode(states, lengths, decoder):
+    """Return the decoder's parts, the memory of encoded images and the first state."""
+    check_all_visible(states, lengths)
+    attention, layer = decoder.attention, Layer.of_cells(decoder.decode_step)
+    parts = DecoderParts(
+        layer, attention.decoder_att, decoder.embedding, decoder.fc, decoder,
+        attention={"gate": decoder.f_beta},
+    )  # fmt: skip
+    return parts, memory_of(attention, states), RecurrentState(*decoder.init_hidden_state(states))
+
+
 class Decoder:
     """c = attend(h), h = LSTM([y; σ(F h + f) ∘ c], h), V h + d, of captions sorted by length."""
 
@@ -59,11 +80,7 @@ class Decoder:
             raise UnsupportedCall(reason or "a caption is shorter than its length")
         steps = run_decoder(
             layer, self.embedding(captions)[:, :T], state_of(*start), attention.decoder_att,
-            Memory(
-                project(attention, "key", attention.encoder_att, source), source,
-                score_vector=attention.full_att.weight[0], score="relu",
-            ),
-            gate=self.f_beta, target_lengths=(lengths - 1).long(),
+            memory_of(attention, source), gate=self.f_beta, target_lengths=(lengths - 1).long(),
         )  # fmt: skip
         scores = self.fc(drop_states(self.dropout, steps.states, words))
         padding = lengths[:, None, None] - 1 <= torch.arange(T, device=lengths.device)[:, None]
@@ -114,6 +131,7 @@ ADAPTERS = [
         example=caption,
         known_attributes=["vocab_size"],
         weight_scale=4.0,  # a recurrence makes more of rounding
+        search=encode,
         note=LOOP,
         dtype=torch.float32,  # it stores results in float32
     ),
