@@ -18,6 +18,7 @@ CONTRACTS = "tests/test_model_contracts.py -k '{}'"
 MESSAGES = "tests/test_error_messages.py tests/test_arguments.py -k '{}'"
 RECURRENT = "tests/test_recurrent.py -k 'cpu and (table or fuzz or nothing or bits)'"
 CUDA = "tests/test_cuda_on_host.py -k '{}'"
+DECODERS = "tests/integrations/test_search_decoders.py -k '{}'"
 
 FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
     ("attnfast/decoding/deferred.py",
@@ -619,7 +620,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
             ("not bool((start == first).all())", "False"),
             ("or not 0 <= first < V", ""),
             ("((forced >= -1) & (forced < V))", "(forced >= -1)"),
-            ("if (found.lengths < steps).any():", "if False:"),
+            ("if (found.lengths < (steps if end < 0 else 0)).any():", "if False:"),
             ("if parts.embedding.weight.dtype in HALF:", "if False:"),
             ("if is_tracing():", "if False:"),
         ],
@@ -641,6 +642,74 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
             ("if len(known) != 1:", "if not known:"),
             ("len(more) == len(needed) and", ""),
             ('name != "model" or', "True or"),
+        ],
+    },
+    ("attnfast/integrations/search_model.py", DECODERS.format("")): {
+        "DecoderParts.attend": [('**self.attention.get("terms", {})', "")],
+        "DecoderParts.skip_reason": [("or not all(is_plain(x, *CELLS) for x in cells)", "")],
+        "DecoderParts.search_inputs": [("if isinstance(attention, GatedAttention):", "if False:")],
+        "find_words": [
+            ("min(steps, int(search(steps, end).lengths.max()))", "steps"),
+            ("int(search(steps, end).lengths.max())", "steps"),
+        ],
+        "check_all_visible": [("(lengths < states.shape[1]).any()", "False")],
+        "EncodedSource.index_select": [("words=words", "words=self.words")],
+        "SearchModel.encode": [
+            ("source.flatten(1, -2)", "source"),
+            ('check_like("source", source, next(self.decoder.parameters()), "the decoder\'s")', ""),
+            (".masked_fill(~length_mask(lengths, Tk), 0)", ""),
+        ],
+        "SearchModel.decode": [("history=steps.history,", ""), ("words, gate", "words, -gate")],
+    },
+    ("attnfast/integrations/projects/clovaai.py", DECODERS.format("clovaai or sources")): {
+        "parts_of": [("roll(-cell", "roll(cell")],
+        "encode": [("check_all_visible(states, lengths)", "pass")],
+        "Head.forward": [("torch.zeros(len(batch_H)", "torch.ones(len(batch_H)")],
+    },
+    ("attnfast/integrations/projects/sgrvinod.py", DECODERS.format("sgrvinod")): {
+        "encode": [('{"gate": decoder.f_beta}', "{}")],
+        "memory_of": [('score="relu"', 'score="tanh"')],
+    },
+    ("attnfast/integrations/projects/speechbrain.py", DECODERS.format("peech or attributes")): {
+        "begun": [
+            ("key = key + attention.mlp_loc.bias", "pass"),
+            ("CumulativeState(first, first)", "CumulativeState(first, 0 * first)"),
+            ('{"scale": attention.scaling}', "{}"),
+        ],
+        "encode": [
+            ("weight.roll(decoder.hidden_size, 1)", "weight"),
+            ("F.linear(first.bias, last.weight, last.bias)", "last.bias"),
+            ("copy.copy(decoder.attn)", "decoder.attn"),
+            ('or getattr(linear, "max_norm", None) is not None', ""),
+            ("(embedding, linear, last)", "(embedding, last)"),
+        ],
+    },
+    ("attnfast/integrations/projects/espnet.py", DECODERS.format("ESPnet or espnet")): {
+        "begun": [
+            ("key + attention.wvec.bias", "key"),
+            ('{"scale": 2.0, **options}', "options"),
+            ("history=history", ""),
+        ],
+        "encode": [
+            ("if decoder.dlayers > 1:", "if False:"),
+            ("copy.copy(decoder.att_list[0])", "decoder.att_list[0]"),
+        ],
+    },
+    ("attnfast/integrations/projects/yoyodyne.py", DECODERS.format("yoyodyne")): {
+        "parts_of": [
+            ("table.weight[:V]", "table.weight[-V:]"),
+            ("(gate.W_hs, gate.W_attention,", "(gate.W_attention, gate.W_hs,"),
+            ("gate.modules()", "()"),
+            ("or not is_plain_table(table)", ""),
+        ],
+        "encode": [
+            ("words[:n]", "words"),
+            ("if model.has_features_encoder:", "if False:"),
+        ],
+        "forced": [
+            ("end=END", "end=None"),
+            ("if T < 2:", "if False:"),
+            ("if target is None and drops:", "if False:"),
         ],
     },
     ("attnfast/integrations/projects/onmt.py", "tests/integrations/test_search_model.py"): {
@@ -1352,8 +1421,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
     },
     ("attnfast/integrations/projects/speechbrain.py", "tests/integrations/test_speechbrain.py"): {
         "Decoder.forward": [
-            ("key = key + attention.mlp_loc.bias if located else key", "pass"),
-            ('"detach_history": True', '"detach_history": False'),
+            ("detach_history=located", "detach_history=False"),
             ("inp_tensor = inp_tensor * input_mask", "pass"),
         ],
     },

@@ -334,10 +334,14 @@ def make_search_model(*modules: nn.Module) -> SearchModel:
     """Return another project's modules as a model for the searches of :mod:`attnfast.decoding`.
 
     The model's decoder is one that :func:`attnfast.replace` made one operator, of d2l, PyTorch's
-    translation tutorial, OpenNMT-py, eole, joeynmt or bentrevett's tutorials.
+    translation tutorial, OpenNMT-py, eole, joeynmt, bentrevett's tutorials, yoyodyne, SpeechBrain,
+    ESPnet, clovaai or sgrvinod. The last four read the outputs of an encoder instead of words;
+    sgrvinod's searches step by step.
 
     Args:
-        modules: the model; for PyTorch's tutorial its encoder and its decoder.
+        modules: the model; for PyTorch's tutorial its encoder and its decoder; for SpeechBrain its
+            embedding, its decoder and its linear layer; for the others that read the outputs of an
+            encoder the decoder.
 
     Raises:
         TypeError: an argument is not a module.

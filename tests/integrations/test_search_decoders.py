@@ -24,6 +24,7 @@ STATES = torch.randn(B, TK, D, dtype=torch.float64, generator=torch.Generator().
 WORDS = torch.randint(4, V, (B, TK), generator=torch.Generator().manual_seed(3))
 ALL = torch.full((B,), TK)
 LENGTHS = torch.tensor([7, 2, 5, 1, 7, 3])
+WORDS = WORDS.masked_fill(torch.arange(TK) >= LENGTHS[:, None], V)  # padding is not read
 
 
 def greedy(step, steps, words):
@@ -101,10 +102,10 @@ def espnet(modules, source, lengths, steps):
     return torch.cat(rows)
 
 
-def yoyodyne_modules(kind, cell, layers, extra=0):
+def yoyodyne_modules(kind, cell, layers, extra=0, features=False):
     """Return a model; some words are of sources alone with ``extra``."""
     make = import_module("integrations.test_yoyodyne")
-    model = make.model(kind, cell, layers=layers, size=8, words=V + extra)
+    model = make.model(kind, cell, features, layers=layers, size=8, words=V + extra)
     model.decoder.dropout_layer.p = 0.3
     model.classifier, model.target_vocab_size = nn.Linear(model.classifier.in_features, V), V
     return [model]
@@ -270,12 +271,15 @@ def test_clovaai_without_a_text():
 
 
 @pytest.mark.parametrize("limit", [3, 30])
-@pytest.mark.parametrize(("kind", "bias"), [("SoftAttention", 1), ("PointerGenerator", 2)])
+@pytest.mark.parametrize(
+    ("kind", "bias"), [("SoftAttention", 1), ("PointerGenerator", 2), ("PointerGenerator", 6)]
+)
 def test_yoyodyne_without_a_target(kind, bias, limit):
-    """It stops once all rows have ended, here the only one, or at its limit."""
+    """It stops once all rows have ended, some at the first step, or at its limit."""
     plain, served, (source, _), _ = made(f"yoyodyne, {kind}")
     states = torch.randn(B, TK, 6, dtype=torch.float64)
     mask = torch.arange(TK) >= LENGTHS[:, None]
+    source = source.masked_fill(mask, 0)
     inputs, ends = [source, states, mask][kind == "SoftAttention" :], set()
     for [model] in (plain, served):
         model.max_target_length = limit
@@ -342,3 +346,22 @@ def test_espnets_higher_layers_are_refused():
     reason = "model cannot be searched with: its query is the state of the first of several layers"
     with pytest.raises(InputError, match=reason):
         greedy_search(make_search_model(decoder), STATES.float(), LENGTHS, **ids("ESPnet"))
+
+
+def test_another_cell_is_refused():
+    _, [head], source, words = made("clovaai")
+    head.attention_cell.rnn.__class__ = type("LSTMCell", (nn.LSTMCell,), {})
+    reason = "its recurrent layer is no plain nn.GRU or nn.LSTM, or of their cells"
+    with pytest.raises(InputError, match=f"model cannot be searched with: {reason}"):
+        greedy_search(make_search_model(head), *source, **words)
+
+
+def test_yoyodynes_other_tables_are_refused():
+    _, [model], source, words = made("yoyodyne, SoftAttention")
+    model.embeddings.max_norm = 0.1
+    with pytest.raises(InputError, match="model cannot be searched with: an inner layer has hooks"):
+        greedy_search(make_search_model(model), *source, **words)
+    [model] = yoyodyne_modules("SoftAttention", "GRU", 1, features=True)
+    serve(model.eval())
+    with pytest.raises(InputError, match="model cannot be searched with: it reads features, too"):
+        greedy_search(make_search_model(model), *source, **words)

@@ -44,11 +44,8 @@ def drop_states(dropout, states, words):
 
 def memory_of(attention, source):
     """Return the memory of encoded images."""
-    key, weight = (
-        project(attention, "key", attention.encoder_att, source),
-        attention.full_att.weight,
-    )
-    return Memory(key, source, score_vector=weight[0], score="relu")
+    key = project(attention, "key", attention.encoder_att, source)
+    return Memory(key, source, score_vector=attention.full_att.weight[0], score="relu")
 
 
 def encode(states, lengths, decoder):
