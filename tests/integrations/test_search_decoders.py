@@ -28,10 +28,12 @@ WORDS = WORDS.masked_fill(torch.arange(TK) >= LENGTHS[:, None], V)  # padding is
 
 
 def greedy(step, steps, words):
-    """Return the words [B, T] after ``words [B, 1]``; ``step(words)`` returns scores [B, V]."""
+    """Return log-probabilities [B, T] and words after ``words``; a step returns scores [B, V]."""
+    found = []
     for _ in range(steps):
-        words = torch.cat([words, step(words[:, -1]).argmax(-1, keepdim=True)], 1)
-    return words[:, 1:]
+        found.append(step(words).log_softmax(-1).max(-1))
+        words = found[-1].indices
+    return [torch.stack(x, 1) for x in zip(*found)]
 
 
 # ---- how each project's decoder is made, and its own single steps --------------------------------
@@ -47,7 +49,7 @@ def clovaai(modules, source, lengths, steps):
         hidden, _ = head.attention_cell(hidden, source, read)
         return head.generator(hidden[0])
 
-    return greedy(step, steps, torch.zeros(B, 1, dtype=torch.long))
+    return greedy(step, steps, torch.zeros(B, dtype=torch.long))
 
 
 def speechbrain_modules(kind, rnn="gru", layers=1, plain=False):
@@ -77,7 +79,7 @@ def speechbrain(modules, source, lengths, steps):
         scores, memory, _ = searcher.forward_step(words, memory, source, lengths)
         return scores
 
-    return greedy(step, steps, torch.zeros(B, 1, dtype=torch.long))
+    return greedy(step, steps, torch.zeros(B, dtype=torch.long))
 
 
 def espnet_modules(kind, *args, residual=False):
@@ -98,8 +100,8 @@ def espnet(modules, source, lengths, steps):
             scores, memory = decoder.score(words, memory, states)
             return scores.unsqueeze(0)
 
-        rows.append(greedy(step, steps, torch.full((1, 1), V - 1)))
-    return torch.cat(rows)
+        rows.append(greedy(step, steps, torch.full((1,), V - 1)))
+    return [torch.cat(x) for x in zip(*rows)]
 
 
 def yoyodyne_modules(kind, cell, layers, extra=0, features=False):
@@ -115,8 +117,8 @@ def yoyodyne(modules, source, lengths, steps):
     """Find the words by its own prediction, which ends once all of them have."""
     [model], data = modules, import_module("integrations.test_yoyodyne").data
     words = data.PaddedTensor([x[:n] for x, n in zip(source, lengths)])
-    found = model(data.Batch(words)).argmax(1)
-    assert found.shape[1] == steps or (found == 3).any(1).all()
+    found = model(data.Batch(words)).log_softmax(1).max(1)
+    assert found.indices.shape[1] == steps or (found.indices == 3).any(1).all()
     return found
 
 
@@ -132,7 +134,7 @@ def sgrvinod(modules, source, lengths, steps):
         h, c = decoder.decode_step(torch.cat([decoder.embedding(words), context], 1), (h, c))
         return decoder.fc(h)
 
-    return greedy(step, steps, torch.zeros(B, 1, dtype=torch.long))
+    return greedy(step, steps, torch.zeros(B, dtype=torch.long))
 
 
 #: How the modules are made, the function that finds words by their own steps, the type in which
@@ -227,12 +229,14 @@ def test_searches_are_one_operator(kind, monkeypatch):
 def test_words_are_those_of_a_projects_own_steps(kind):
     plain, served, source, words = made(kind)
     with torch.no_grad():
-        wanted = KINDS[kind][1](plain, *source, 9).tolist()
+        scores, wanted = KINDS[kind][1](plain, *source, 9)
     found = greedy_search(make_search_model(*served), *source, max_length=9, **words)
     assert len({tuple(best) for best in found.best}) > 2
-    for best, own in zip(found.best, wanted):
+    for b, own in enumerate(wanted.tolist()):
         end = own.index(words["end"]) if words["end"] in own else 9
-        assert best == own[:end]
+        assert found.best[b] == own[:end]
+        n = min(end + 1, scores.shape[1])  # the end's score, too
+        torch.testing.assert_close(found.word_scores[b, 0, :n], scores[b, :n])
 
 
 @pytest.mark.parametrize("kind", KINDS)
