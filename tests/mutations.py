@@ -523,6 +523,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         "sample": [("log_probs.double() / temperature", "log_probs * temperature")],
     },
     ("attnfast/decoding/_constraints.py", "tests/test_decoding.py"): {
+        "repeated_ngrams": [("ngrams[..., -1]", "ngrams[..., 0]"), ("n > length", "n >= length")],
         "Constraints.log_probs": [
             ("(1 - share) * log_probs + share * other", "log_probs + share * other"),
             ("logits[:, word] = -math.inf", "pass"),
@@ -544,42 +545,44 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
             ("before >= top_p *", "before > 1.1 * top_p *"),
             ("probs[:, top_k:] = 0", "probs[:, top_k + 1 :] = 0"),
         ],
-        "repeated_ngrams": [
-            ("T - n + 1, device=device) + n <= length", "T - n + 1, device=device) < length"),
-            ("+ length - n + 1)", "+ length - n)"),
-        ],
     },
     ("attnfast/ops/search_steps.py", "tests/test_search.py -k for_cpus"): {
         "search": [("if call.int8:", "if False:")],
     },
     ("attnfast/ops/search_steps.py", "tests/test_search.py -k triton"): {
-        "_Steps.of_rows": [('x.dim() - 2 if name in ("hidden", "cell") else 0', "0")],
-        "_Steps.attend": [("bounds.expand(-1, self.K, -1).contiguous()", "bounds")],
-        "_Steps.score": [(">= len(call.embedding), call.unknown", ">= len(call.embedding), 0")],
-        "_Steps.forbidden": [
-            ("call.limits <= t + 1", "call.limits <= t"),
-            ("t < call.min_length", "t <= call.min_length"),
-            (".masked_fill(t >= most, -1)", ""),
+        "_Search.of_rows": [('x.dim() - 2 if name in ("hidden", "cell") else 0', "0")],
+        "_Search.attend": [("bounds.expand(-1, self.K, -1).contiguous()", "bounds")],
+        "_Search.step": [
+            (">= len(call.embedding), call.unknown", ">= len(call.embedding), 0"),
+            ("self.said.copy_(self.said.index_select(0, row))", "pass"),
         ],
-        "_Steps.moved": [('axes = {"hidden": -2, "cell": -2}', "axes: dict[str, int] = {}")],
-        "_Steps.trace_weights": [("self.parents[t - 1]", "self.parents[t]")],
-        "_Steps.as_outputs": [("lengths.masked_fill(is_nan, -1)", "lengths")],
-        "_Beam.next_state": [
-            ("first = (~goes_on).int()", "first = goes_on.int()"),
-            ("(count == 0)", "(count >= 0)"),
-            ("~live | ends_now", "ends_now"),
-        ],
-        "_Beam.finish": [
-            ("& (self.arange(2 * K) < K)", ""),
-            ("final = best / normaliser", "final = best"),
-        ],
-        "_Beam.uncovered": [("logs = logs.masked_fill(~self.of_slots(mask), 0)", "pass")],
-        "_Draws.next_state": [
-            ("stuck | (says &", "(says &"),
-        ],
+        "_Search.as_outputs": [("lengths.masked_fill(is_nan, -1)", "lengths")],
+        "_Best.__init__": [("exists &= call.mask.squeeze(1)", "pass")],
+        "_Best.outputs": [("* (rank == 0)", ""), ("index // self.K + 1", "index // self.K")],
+        "_Draws.continue_hypotheses": [("stuck | (says &", "(says &")],
     },
     ("attnfast/ops/search_steps.py", "tests/test_pretend_gpu.py -k shows"): {
-        "_Steps.step": [("self.state[name].copy_(x)", "self.state[name] = x")],
+        "_Search.step": [("torch.index_select(new, axis, row, out=state[name])",
+                          "state[name] = torch.index_select(new, axis, row)")],
+    },
+    ("kernels/search.py", "tests/test_search.py -k triton"): {
+        "_score_words": [
+            ("<= t + 1", "<= t"),
+            ("t < min_length", "t <= min_length"),
+            ("tl.where(o_w == end, 0, _scalar(bonus, acc))", "_scalar(bonus, acc)"),
+            ("tl.where(o_w == w + at,", "tl.where(o_w == at,"),
+            ("p_word + o_best + r, w + at", "p_word + o_best + r, at"),
+        ],
+        "_forbid_repeats": [("o_i + NGRAM <= t", "o_i + NGRAM < t")],
+        "_continue_best": [
+            ("m_end & (o_r < K)", "m_end"),
+            ("b_final = b_best / norm", "b_final = b_best"),
+            ("tl.where(count == 0, t, -1)", "t"),
+            ("count >= K", "count > K"),
+            ("coverage_penalty, acc) * b_lost", "coverage_penalty, acc)"),
+        ],
+        "_uncovered": [("tl.load(p_exists + o_k, mask=m_k, other=0) != 0", "o_k >= 0")],
+        "_trace": [("parent = tl.where(is_end, slot, parent)", "parent = slot")],
     },
     ("attnfast/decoding/_constraints.py", "tests/test_models.py -k 'possible or said'"): {
         "Constraints.log_probs": [

@@ -197,6 +197,18 @@ def test_beams(kind, beam, backend):
     assert len({len(row) for row in rows}) > 2
 
 
+@pytest.mark.parametrize("draws", [(), ("numbers",)])
+def test_blocks_of_a_large_vocabulary(draws, monkeypatch):
+    served("triton")
+    from attnfast.kernels import search as kernels
+
+    monkeypatch.setattr(kernels, "MOST_WORDS", 16)
+    case = Case("gru", None, "tanh", B=4, T=5, terms=("words", *draws), dtype=torch.float64)
+    rules = {"no_repeat_ngram": 1, "length_bonus": 0 if draws else 0.3}
+    rows = judge("attend_first", case, "triton", V=70, beam=3, n_best=3, **rules)
+    assert len(set(rows)) > 8 and max(word for row in rows for word in row) > 48
+
+
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("beam", [1, 2, 4])
 def test_rules(beam, rule, backend):
