@@ -47,6 +47,7 @@ fi
 if [[ $only = *timings* ]]; then
   for what in attention:85 coverage:40 recurrent:45 topk:14 search:45; do
     name=${what%:*} select="(translation or summarisation or speech or long or topk) and not statistics"
+    # Of searches one model, for one sentence and for 64.
     [ "$name" = search ] && select="general and not 8 and not words"
     step "bench-$name" "${what#*:}" "${pytest[@]}" "bench/test_$name.py" -k "$select" \
       --benchmark-json="$out/$name.json" || failed=1

@@ -268,8 +268,8 @@ def _dot_scores(
         p_ka = p_k[None, :] + o_a.to(tl.int64)[:, None] * s_k
         b_k = tl.load(p_ka, mask=m_a[:, None] & m_k[None, :], other=0)
         if b_q.dtype == acc:
-            # Added by fma, lest the compiler make one chain of sums over all features, whose error
-            # grows with their number.
+            # With fma the compiler does not sum all features in one chain, whose error grows with
+            # their number.
             b_part = tl.dot(b_q, b_k, input_precision="ieee", out_dtype=acc)
             b_s = tl.fma(b_part, tl.full([BQ, BK], 1.0, acc), b_s)
         else:

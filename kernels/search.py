@@ -1,14 +1,14 @@
 """The steps of a search in Triton: scores of words, the best hypotheses, and the words of these.
 
-    log P = x − log Σ e^x of a row's words that may come, −inf for one that a rule forbids
+    log P = x − log Σ e^x over the words of ``word_mask``; −inf for a word that a rule forbids
     total of a hypothesis + log P, of the K hypotheses of a sentence: the 2K best end or go on
     words of a hypothesis, from the last to the first
 
-Nothing is reordered but indices: for every step and row there are the word, its score and the slot
-that the hypothesis continues, its parent. Rows are those of K hypotheses for each of B sentences.
+Only indices are reordered: every step stores for each row the word, its score, and the slot that
+the hypothesis continues, its parent. R rows are those of K hypotheses for each of B sentences.
 
-Names: as in :mod:`attnfast.kernels.attention`; ``w`` is a word, ``i`` a row, ``k`` a hypothesis,
-``r`` the rank of a candidate, ``c`` a candidate.
+Names: as in :mod:`attnfast.kernels.attention`; ``w`` is a word of the vocabulary, ``c`` a
+candidate, ``r`` the rank of one, ``k`` a slot, or a key of the attention.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ from attnfast.ops.search import LEAST_COVERAGE as _LEAST_COVERAGE
 from attnfast.ops.search import SearchInputs
 
 LEAST_COVERAGE = tl.constexpr(_LEAST_COVERAGE)
-LARGEST = tl.constexpr(3e38)  # a finite number
-MOST_WORDS = 4096  # of the vocabulary at a time
+#: The largest shift: finite, so that ∞ less the shift is ∞ instead of NaN.
+MOST_SHIFT = tl.constexpr(3e38)
+#: The most words of the vocabulary that a program reads at a time.
+MOST_WORDS = 4096
 
 
 @triton.jit
@@ -39,24 +41,24 @@ def _load_scores(p_x, p_mask, o_w, m_w, acc: tl.constexpr):
 
 
 @triton.jit
-def _forbid_repeats(p_x, p_said, t, NGRAM: tl.constexpr, BT: tl.constexpr):
-    """Store −inf as the scores of words that would end an n-gram of ``t`` words a second time."""
+def _forbid_repeats(p_x, p_history, t, NGRAM: tl.constexpr, BT: tl.constexpr):
+    """Store −inf as the scores of words that would repeat an n-gram of the first ``t`` words."""
     for i in range(0, t, BT):
         o_i = i + tl.arange(0, BT)
         m_i = o_i + NGRAM <= t
         for j in tl.static_range(NGRAM - 1):
-            last = tl.load(p_said + t - NGRAM + 1 + j, mask=t >= NGRAM, other=-1)
-            m_i = m_i & (tl.load(p_said + o_i + j, mask=m_i, other=-1) == last)
-        b_word = tl.load(p_said + o_i + NGRAM - 1, mask=m_i, other=0)
+            last = tl.load(p_history + t - NGRAM + 1 + j, mask=t >= NGRAM, other=-1)
+            m_i = m_i & (tl.load(p_history + o_i + j, mask=m_i, other=-1) == last)
+        b_word = tl.load(p_history + o_i + NGRAM - 1, mask=m_i, other=0)
         tl.store(p_x + b_word, tl.full([BT], -float("inf"), p_x.dtype.element_ty), mask=m_i)
 
 
 @triton.jit
 def _score_words(
-    x, p_mask, s_mask, prefix, p_limits, p_t, p_said, p_lse, best, p_out, bonus, sizes, end,
+    x, p_mask, s_mask, prefix, p_limits, p_t, p_history, p_lse, best, p_out, bonus, sizes, end,
     min_length, NGRAM: tl.constexpr, BEST: tl.constexpr, BW: tl.constexpr,
 ):  # fmt: skip
-    """The scores of the words that may follow a row, or only its best candidates.
+    """Compute log P of the words that may follow a row, or store only its best candidates.
 
     A candidate has its score, plus ``bonus`` if its word is not the end, and its word: the best
     ``BEST`` of every ``BW`` words. In a row with NaN or infinity, ``lse`` is NaN.
@@ -74,32 +76,32 @@ def _score_words(
         o_w = w + tl.arange(0, BW)
         b_x = _load_scores(p_x, p_mask, o_w, o_w < V, acc)
         b_max = tl.maximum(b_top, b_x)
-        b_shift = tl.where(b_max == -float("inf"), 0, tl.minimum(b_max, LARGEST))
+        b_shift = tl.where(b_max == -float("inf"), 0, tl.minimum(b_max, MOST_SHIFT))
         b_sum = b_sum * tl.exp(b_top - b_shift) + tl.exp(b_x - b_shift)
         b_top = b_max
     top = tl.max(b_top, 0)
-    shift = tl.where(top == -float("inf"), 0, tl.minimum(top, LARGEST))
+    shift = tl.where(top == -float("inf"), 0, tl.minimum(top, MOST_SHIFT))
     total = tl.sum(b_sum * tl.exp(b_top - shift), 0)
     lse = shift + tl.log(tl.where(total == 0, 1, total))
     lse = tl.where(total < float("inf"), lse, float("nan"))
     tl.store(p_lse + i_row, lse)
 
-    given = -1
+    forced = -1
     if prefix is not None:
         p_prefix, P = prefix
-        given = tl.load(p_prefix + i_b * P + t, mask=t < P, other=-1)
+        forced = tl.load(p_prefix + i_b * P + t, mask=t < P, other=-1)
     is_last, is_short = tl.load(p_limits + i_b) <= t + 1, t < min_length
     if NGRAM:
         tl.debug_barrier()
-        if given < 0:
-            _forbid_repeats(p_x, p_said + i_row * T, t, NGRAM, 64)
+        if forced < 0:
+            _forbid_repeats(p_x, p_history + i_row * T, t, NGRAM, 64)
         tl.debug_barrier()
     for w in range(0, V, BW):
         o_w = w + tl.arange(0, BW)
         b_x = _load_scores(p_x, p_mask, o_w, o_w < V, acc) - lse
         m_w = o_w < V
-        if given >= 0:
-            m_w = m_w & (o_w == given)
+        if forced >= 0:
+            m_w = m_w & (o_w == forced)
         else:
             m_w = m_w & ((o_w == end) | (is_last == 0)) & ((o_w != end) | (is_short == 0))
         b_x = tl.where(m_w, b_x, -float("inf"))
@@ -111,10 +113,10 @@ def _score_words(
             b_x = tl.where(b_x != b_x, -float("inf"), b_x)
             b_x += tl.where(o_w == end, 0, _scalar(bonus, acc))
             for r in range(BEST):
-                top, at = tl.max(b_x, 0, return_indices=True)
-                tl.store(p_best + o_best + r, top)
-                tl.store(p_word + o_best + r, w + at)
-                b_x = tl.where(o_w == w + at, -float("inf"), b_x)
+                score, index = tl.max(b_x, 0, return_indices=True)
+                tl.store(p_best + o_best + r, score)
+                tl.store(p_word + o_best + r, w + index)
+                b_x = tl.where(o_w == w + index, -float("inf"), b_x)
 
 
 @triton.jit
@@ -133,22 +135,22 @@ def _uncovered(p_covered, p_weights, p_exists, Tk, BK: tl.constexpr, acc: tl.con
 
 
 @triton.jit
-def _continue_best(
-    x, p_lse, best, p_t, steps, row, sentence, finished, covered, sizes, end, begin, length_penalty,
+def _continue_beam(
+    x, p_lse, best, p_t, steps, row, sentence, final, covered, sizes, end, begin, length_penalty,
     coverage_penalty, BC: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """The K hypotheses of a sentence after a step.
+    """Choose the K hypotheses of a sentence after a step.
 
     ``steps`` are words, scores and parents of every step and row; ``row`` the total of a row, the
     row that it continues and the word that it reads; ``sentence`` whether it has ended, whether
     with NaN, how many finished, the best score of these, and the length of what never finished;
-    ``finished`` the score, the parent and the score of the last word of what ends with a step.
+    ``final`` the score, the parent and the score of the last word of what ends with a step.
     """
     acc: tl.constexpr = p_lse.dtype.element_ty
     p_best, p_word = best
     p_words, p_scores, p_parents = steps
     p_total, p_row, p_read = row
-    p_ended, p_is_nan, p_count, p_top, p_unfinished = sentence
+    p_ended, p_is_nan, p_num_finished, p_best_finished, p_unfinished = sentence
     K, C, R, Tk = sizes
     i_b, t = tl.program_id(0).to(tl.int64), tl.load(p_t)
     first = i_b * K
@@ -163,10 +165,10 @@ def _continue_best(
         b_best = tl.full([BR], -float("inf"), acc)
         b_from = tl.zeros([BR], tl.int32)
         for r in range(2 * K):
-            top, at = tl.max(b_all, 0, return_indices=True)
-            b_best = tl.where(o_r == r, top, b_best)
-            b_from = tl.where(o_r == r, at, b_from)
-            b_all = tl.where(o_c == at, -float("inf"), b_all)
+            total, index = tl.max(b_all, 0, return_indices=True)
+            b_best = tl.where(o_r == r, total, b_best)
+            b_from = tl.where(o_r == r, index, b_from)
+            b_all = tl.where(o_c == index, -float("inf"), b_all)
         m_r = b_best > -float("inf")
         b_slot = b_from // C
         b_word = tl.load(p_word + first * C + b_from, mask=m_r, other=0).to(tl.int64)
@@ -186,29 +188,29 @@ def _continue_best(
                 b_final += tl.where(b_slot == k, _scalar(coverage_penalty, acc) * b_lost, 0)
         m_end_now = m_end & (o_r < K)
         b_final = tl.where(m_end_now, b_final, -float("inf"))
-        p_final, p_final_slot, p_final_score = finished
+        p_final, p_final_slot, p_final_score = final
         o_final = t * R + first + o_r
         tl.store(p_final + o_final, b_final, mask=o_r < K)
         tl.store(p_final_slot + o_final, b_slot.to(tl.int64), mask=o_r < K)
         tl.store(p_final_score + o_final, b_x, mask=o_r < K)
-        count = tl.load(p_count + i_b) + tl.sum(m_end_now.to(tl.int64), 0)
-        top = tl.maximum(tl.load(p_top + i_b), tl.max(b_final, 0))
-        tl.store(p_count + i_b, count)
-        tl.store(p_top + i_b, top)
+        num_finished = tl.load(p_num_finished + i_b) + tl.sum(m_end_now.to(tl.int64), 0)
+        best_finished = tl.maximum(tl.load(p_best_finished + i_b), tl.max(b_final, 0))
+        tl.store(p_num_finished + i_b, num_finished)
+        tl.store(p_best_finished + i_b, best_finished)
 
         m_on = m_r & (m_end == 0)
         b_at = tl.cumsum(m_on.to(tl.int32), 0) - 1
         m_on = m_on & (b_at < K)
-        going = tl.sum(m_on.to(tl.int32), 0)
+        num_going = tl.sum(m_on.to(tl.int32), 0)
         largest = tl.max(tl.where(m_on, b_best, -float("inf")), 0)
-        ends = (going == 0) | ((count >= K) & (top >= largest / norm))
+        ends = (num_going == 0) | ((num_finished >= K) & (best_finished >= largest / norm))
         if ends | has_nan:
             tl.store(p_ended + i_b, 1)
             tl.store(p_is_nan + i_b, has_nan.to(tl.int8))
-            tl.store(p_unfinished + i_b, tl.where(count == 0, t, -1))
+            tl.store(p_unfinished + i_b, tl.where(num_finished == 0, t, -1))
         else:
             o_step = t * R + first
-            m_none = (o_r < K) & (o_r >= going)
+            m_none = (o_r < K) & (o_r >= num_going)
             tl.store(p_total + first + o_r, tl.full([BR], -float("inf"), acc), mask=m_none)
             tl.store(p_row + first + o_r, tl.zeros([BR], tl.int64) + first, mask=m_none)
             tl.store(p_read + first + o_r, tl.zeros([BR], tl.int64) + begin, mask=m_none)
@@ -236,7 +238,7 @@ def _trace(
     steps, of_weights, p_lengths, p_slots, last, out, sizes, end, ENDS: tl.constexpr,
     BK: tl.constexpr,
 ):  # fmt: skip
-    """The words, scores and weights of a hypothesis in a slot at its last step.
+    """Trace the words, scores and weights of a hypothesis back from its slot at its last step.
 
     ``last`` is the score of the end, which no step has, if ``ENDS`` and where it is not NaN.
     """
@@ -252,9 +254,9 @@ def _trace(
         word, score = tl.load(p_words + o_at), tl.load(p_scores + o_at)
         parent = tl.load(p_parents + o_at)
         if ENDS:
-            given = tl.load(last + i_out)
-            is_end = (back == 0) & (given == given)
-            word, score = tl.where(is_end, end, word), tl.where(is_end, given, score)
+            end_score = tl.load(last + i_out)
+            is_end = (back == 0) & (end_score == end_score)
+            word, score = tl.where(is_end, end, word), tl.where(is_end, end_score, score)
             parent = tl.where(is_end, slot, parent)
         slot = parent
         tl.store(p_out + i_out * T + s, word)
@@ -268,9 +270,12 @@ def _trace(
 
 
 class Steps(NamedTuple):
-    """The words of every step and row, their scores, and the slots that they continue, ``[T, R]``.
+    """The words of every step.
 
-    ``t [1]`` is the number of steps so far.
+    Attributes:
+        words, scores: of every step and row, ``[T, R]``.
+        parents: the slots that they continue, ``[T, R]``.
+        t: the number of steps so far, ``[1]``.
     """
 
     words: Tensor
@@ -282,12 +287,20 @@ class Steps(NamedTuple):
 class Beam(NamedTuple):
     """The hypotheses of a beam search.
 
-    Of each row: ``total``, the row ``row`` that it continues and the word ``read`` that it reads,
-    ``[R]``. Of each sentence: whether it has ``ended``, whether with NaN, how many have
-    ``finished``, their best score ``top``, and the length of one that is ``unfinished``, or −1,
-    ``[B]``. Of what ends with a step: its score, the slot that it continues, and the score of its
-    last word, ``[T, B, K]``. Of the attention: ``covered [R, Tk]``, or None, and where a key
-    ``exists``, ``[B, Tk]``.
+    Attributes:
+        total: the score of the hypothesis in each row so far, ``[R]``.
+        row: the row that it continues, ``[R]``.
+        read: the word that it reads next, ``[R]``.
+        ended: whether a sentence has ended, ``[B]``.
+        is_nan: whether with NaN, ``[B]``.
+        num_finished: the number of its finished hypotheses, ``[B]``.
+        best_finished: the best score of these, ``[B]``.
+        unfinished: the length of its result if no hypothesis finished, −1 otherwise, ``[B]``.
+        final: the scores of those that finish with a step, ``[T, B, K]``.
+        final_slot: the slots that these continue, ``[T, B, K]``.
+        final_score: the scores of their ends, ``[T, B, K]``.
+        covered: the sum of a row's attention weights, ``[R, Tk]``, for a coverage penalty.
+        exists: whether a key exists, ``[B, Tk]``.
     """
 
     total: Tensor
@@ -295,8 +308,8 @@ class Beam(NamedTuple):
     read: Tensor
     ended: Tensor
     is_nan: Tensor
-    finished: Tensor
-    top: Tensor
+    num_finished: Tensor
+    best_finished: Tensor
     unfinished: Tensor
     final: Tensor
     final_slot: Tensor
@@ -305,53 +318,67 @@ class Beam(NamedTuple):
     exists: Tensor | None
 
 
-def score_words(
-    logits: Tensor, call: SearchInputs, steps: Steps, said: Tensor | None, best: bool
-) -> tuple[Tensor, ...]:
-    """Return Σ e^x's logarithm ``[R]``, and log P ``[R, V]`` or the best candidates of every row.
+def _block_words(V: int) -> int:
+    return min(triton.next_power_of_2(V), MOST_WORDS)
 
-    Candidates are their scores and words, ``[R, C]``. With ``said [R, T]``, the words of each
-    hypothesis so far, logits of words that would repeat an n-gram become −∞.
+
+def find_candidates(
+    logits: Tensor, call: SearchInputs, steps: Steps, history: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return log Σ e^x ``[R]``, and scores and words of every row's best candidates, ``[R, C]``.
+
+    ``history [R, T]`` has the words of each hypothesis so far, if n-grams may not repeat: logits of
+    words that would repeat one become −∞.
     """
-    (R, V), K, T = logits.shape, call.beam, len(steps.words)
-    BW, lse = min(triton.next_power_of_2(V), MOST_WORDS), logits.new_empty(R)
-    BEST = min(2 * K, BW) if best else 0
-    candidates, out = None, None
-    if best:
-        candidates = tuple(
-            logits.new_empty(R, triton.cdiv(V, BW) * BEST, dtype=dtype)
-            for dtype in (logits.dtype, torch.int32)
-        )
-    else:
-        out = torch.empty_like(logits)
-    mask, prefix = call.word_mask, None
+    (R, V), BW = logits.shape, _block_words(logits.shape[1])
+    best = min(2 * call.beam, BW)  # of every block
+    scores = logits.new_empty(R, triton.cdiv(V, BW) * best)
+    words = torch.empty_like(scores, dtype=torch.int32)
+    return _score(logits, call, steps, history, best, (scores, words), None), scores, words
+
+
+def log_probs(
+    logits: Tensor, call: SearchInputs, steps: Steps, history: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return log Σ e^x ``[R]`` and log P ``[R, V]``; ``history`` as in :func:`find_candidates`."""
+    out = torch.empty_like(logits)
+    return _score(logits, call, steps, history, 0, None, out), out
+
+
+def _score(
+    logits: Tensor, call: SearchInputs, steps: Steps, history: Tensor | None, best: int,
+    candidates: tuple[Tensor, Tensor] | None, out: Tensor | None,
+) -> Tensor:  # fmt: skip
+    (R, V), lse = logits.shape, logits.new_empty(len(logits))
+    mask, prefix, BW = call.word_mask, None, _block_words(V)
     if call.prefix is not None and call.prefix.shape[1]:
         prefix = call.prefix.contiguous(), call.prefix.shape[1]
     with torch.cuda.device_of(logits):
         _score_words[(R,)](
             (logits, logits.stride(0)), mask,
             0 if mask is None or len(mask) == 1 else mask.stride(0), prefix, call.limits,
-            steps.t, said, lse, candidates, out, _pair(call.length_bonus if best else 0.0),
-            (K, V, T), call.end, call.min_length, NGRAM=call.no_repeat_ngram, BEST=BEST, BW=BW,
-            num_warps=8 if BW > 1024 else 4, **LAUNCH_OPTIONS,
+            steps.t, history, lse, candidates, out, _pair(call.length_bonus),
+            (call.beam, V, len(steps.words)), call.end, call.min_length,
+            NGRAM=call.no_repeat_ngram, BEST=best, BW=BW, num_warps=8 if BW > 1024 else 4,
+            **LAUNCH_OPTIONS,
         )  # fmt: skip
-    return (lse, out) if candidates is None else (lse, *candidates)  # type: ignore[return-value]
+    return lse
 
 
-def continue_best(
-    logits: Tensor, scored: tuple[Tensor, ...], weights: Tensor, call: SearchInputs, steps: Steps,
-    beam: Beam,
+def continue_beam(
+    logits: Tensor, candidates: tuple[Tensor, ...], weights: Tensor, call: SearchInputs,
+    steps: Steps, beam: Beam,
 ) -> None:  # fmt: skip
-    """Choose the hypotheses after a step, and store them."""
-    lse, *best = scored
-    K, C, (R, Tk) = call.beam, best[0].shape[1], weights.shape
+    """Choose the hypotheses after a step among :func:`find_candidates`', and store them."""
+    lse, scores, words = candidates
+    K, C, (R, Tk) = call.beam, scores.shape[1], weights.shape
     covered = None if beam.covered is None else (beam.covered, weights, beam.exists)
     BC = triton.next_power_of_2(K * C)
     with torch.cuda.device_of(logits):
-        _continue_best[(R // K,)](
-            (logits, logits.stride(0)), lse, tuple(best), steps.t, steps[:3],
+        _continue_beam[(R // K,)](
+            (logits, logits.stride(0)), lse, (scores, words), steps.t, steps[:3],
             (beam.total, beam.row, beam.read),
-            (beam.ended, beam.is_nan, beam.finished, beam.top, beam.unfinished),
+            (beam.ended, beam.is_nan, beam.num_finished, beam.best_finished, beam.unfinished),
             (beam.final, beam.final_slot, beam.final_score), covered, (K, C, R, Tk), call.end,
             call.begin, _pair(call.length_penalty), _pair(call.coverage_penalty), BC=BC,
             BR=triton.next_power_of_2(2 * K), BK=32,
@@ -366,10 +393,12 @@ def trace(
     """Return the words ``[B, N, T]`` of hypotheses, their scores and attention weights.
 
     Args:
-        steps: of the search.
-        weights: ``[T, R, Tk]``, or None.
-        lengths, slots: ``[B, N]``, and the slots at the last step.
-        last: ``[B, N]``, the score of an end that comes after the step before, NaN without.
+        steps: the words of all steps.
+        weights: the attention weights of all steps, ``[T, R, Tk]``, or None.
+        lengths: ``[B, N]``, the ends included.
+        slots: of the hypotheses at their last steps, ``[B, N]``, or, of one with an end, the slot
+            that the end continues.
+        last: the scores of ends, ``[B, N]``, NaN for a hypothesis without one.
         call: of the search.
     """
     (B, N), (T, R) = lengths.shape, steps.words.shape

@@ -27,8 +27,8 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("filterwarnings", "ignore:attnfast runs on its reference")
 
 
-#: Files of whose tables Triton's interpreter runs a quarter; the oldest Triton runs all. It runs a
-#: fifth of the tests of searches: every option, not with every kind of layer.
+#: Files of whose tables Triton's interpreter runs a quarter; the oldest Triton runs all. Of tests
+#: of searches, the interpreter runs a fifth: every option, not every kind of layer.
 TABLES = ("test_attention", "test_coverage", "test_statistics")
 #: The files that take longest, for two workers to begin with: neither waits for them at the end.
 LONGEST = (

@@ -550,19 +550,19 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         "search": [("if call.int8:", "if False:")],
     },
     ("attnfast/ops/search_steps.py", "tests/test_search.py -k triton"): {
-        "_Search.of_rows": [('x.dim() - 2 if name in ("hidden", "cell") else 0', "0")],
-        "_Search.attend": [("bounds.expand(-1, self.K, -1).contiguous()", "bounds")],
-        "_Search.step": [
+        "_SearchState.of_rows": [('x.dim() - 2 if name in ("hidden", "cell") else 0', "0")],
+        "_SearchState.attend": [("bounds.expand(-1, self.K, -1).contiguous()", "bounds")],
+        "_SearchState.step": [
             (">= len(call.embedding), call.unknown", ">= len(call.embedding), 0"),
-            ("self.said.copy_(self.said.index_select(0, row))", "pass"),
+            ("self.history.copy_(self.history.index_select(0, row))", "pass"),
         ],
-        "_Search.as_outputs": [("lengths.masked_fill(is_nan, -1)", "lengths")],
-        "_Best.__init__": [("exists &= call.mask.squeeze(1)", "pass")],
-        "_Best.outputs": [("* (rank == 0)", ""), ("index // self.K + 1", "index // self.K")],
-        "_Draws.continue_hypotheses": [("stuck | (says &", "(says &")],
+        "_SearchState.as_outputs": [("lengths.masked_fill(is_nan, -1)", "lengths")],
+        "_BeamSearch.__init__": [("exists &= call.mask.squeeze(1)", "pass")],
+        "_BeamSearch.outputs": [("* (rank == 0)", ""), ("index // self.K + 1", "index // self.K")],
+        "_Sampling.continue_hypotheses": [("stuck | (says &", "(says &")],
     },
     ("attnfast/ops/search_steps.py", "tests/test_pretend_gpu.py -k shows"): {
-        "_Search.step": [("torch.index_select(new, axis, row, out=state[name])",
+        "_SearchState.step": [("torch.index_select(new, axis, row, out=state[name])",
                           "state[name] = torch.index_select(new, axis, row)")],
     },
     ("kernels/search.py", "tests/test_search.py -k triton"): {
@@ -570,15 +570,15 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
             ("<= t + 1", "<= t"),
             ("t < min_length", "t <= min_length"),
             ("tl.where(o_w == end, 0, _scalar(bonus, acc))", "_scalar(bonus, acc)"),
-            ("tl.where(o_w == w + at,", "tl.where(o_w == at,"),
-            ("p_word + o_best + r, w + at", "p_word + o_best + r, at"),
+            ("tl.where(o_w == w + index,", "tl.where(o_w == index,"),
+            ("p_word + o_best + r, w + index", "p_word + o_best + r, index"),
         ],
         "_forbid_repeats": [("o_i + NGRAM <= t", "o_i + NGRAM < t")],
-        "_continue_best": [
+        "_continue_beam": [
             ("m_end & (o_r < K)", "m_end"),
             ("b_final = b_best / norm", "b_final = b_best"),
-            ("tl.where(count == 0, t, -1)", "t"),
-            ("count >= K", "count > K"),
+            ("tl.where(num_finished == 0, t, -1)", "t"),
+            ("num_finished >= K", "num_finished > K"),
             ("coverage_penalty, acc) * b_lost", "coverage_penalty, acc)"),
         ],
         "_uncovered": [("tl.load(p_exists + o_k, mask=m_k, other=0) != 0", "o_k >= 0")],
@@ -674,7 +674,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         "memory_of": [('score="relu"', 'score="tanh"')],
     },
     ("attnfast/integrations/projects/speechbrain.py", DECODERS.format("peech or attributes")): {
-        "begun": [
+        "prepare_source": [
             ("key = key + attention.mlp_loc.bias", "pass"),
             ("CumulativeState(first, first)", "CumulativeState(first, 0 * first)"),
             ('{"scale": attention.scaling}', "{}"),
@@ -688,7 +688,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         ],
     },
     ("attnfast/integrations/projects/espnet.py", DECODERS.format("ESPnet or espnet")): {
-        "begun": [
+        "prepare_source": [
             ("key + attention.wvec.bias", "key"),
             ('{"scale": 2.0, **options}', "options"),
             ("history=history", ""),
@@ -709,7 +709,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
             ("words[:n]", "words"),
             ("if model.has_features_encoder:", "if False:"),
         ],
-        "forced": [
+        "run_target": [
             ("end=END", "end=None"),
             ("if T < 2:", "if False:"),
             ("if target is None and drops:", "if False:"),

@@ -193,7 +193,7 @@ def capture(graph: Graph, **_: Any):
 
 
 def launched(function: Callable) -> Callable:
-    """Serve a function that launches kernels."""
+    """Return a launcher of kernels that runs on the CPU's tensors, and is part of a capture."""
 
     def run(*args, **kwargs):
         real = tree_map_only(OnGpu, lambda x: x.cpu_tensor, (args, kwargs))
@@ -222,7 +222,7 @@ def attention_skip_reason(backend, device, dtype=None, operator="attention", *_)
     return None if device.type == wanted else f"it wants tensors on {wanted}"
 
 
-for name in ("score_words", "continue_best", "trace"):
+for name in ("find_candidates", "log_probs", "continue_beam", "trace"):
     setattr(search, name, launched(getattr(search, name)))
 backends.load_library("_C_cpu")
 backends.triton_interpreted = lambda: False

@@ -1,7 +1,7 @@
 """Makes Triton's interpreter three times as fast where kernels call many functions.
 
-Before each call of a function of Triton, it puts its own operators in the place of the language's,
-and looks for them all in two modules. Where they are in place, this has nothing to do.
+Before each call of a jitted function the interpreter patches two modules of the language, all of
+whose members it examines. This skips the patch where it is in place.
 """
 
 from types import FunctionType
@@ -14,7 +14,7 @@ put_operators = interpreter._patch_lang
 
 
 def put_operators_once(function: FunctionType) -> Any:
-    """Put the interpreter's operators in place where they are not."""
+    """Patch the modules that a function uses, if they are not patched."""
     modules = [x for x in (tl, tl.core) if any(x is y for y in function.__globals__.values())]
     if any(tl.core.is_builtin(x.load) for x in modules):
         return put_operators(function)

@@ -54,7 +54,7 @@ REGISTERS = {
     "_distribution": 168,
     "_distribution_gradient": 168,
     "_score_words": 112,
-    "_continue_best": 96,
+    "_continue_beam": 96,
     "_trace": 64,
 }
 KERNELS = tuple(REGISTERS)
@@ -146,7 +146,7 @@ def record_search(dtype, beam: bool, every: bool) -> None:
         *(rows.new_zeros(3 * H, n * H) for n in (2, 1)), key=rows, value=rows, most=T, beam=K,
         end=3, begin=2, **options,
     )  # fmt: skip
-    search = (search_steps._Best if beam else search_steps._Draws)(call)
+    search = (search_steps._BeamSearch if beam else search_steps._Sampling)(call)
     search.continue_hypotheses(rows.new_zeros(B * K, V), rows.new_zeros(B * K, Tk))
     search.outputs()
 

@@ -143,7 +143,7 @@ class Constraints(NamedTuple):
 
 
 def repeated_ngrams(words: Tensor, n: int, V: int, length: int) -> Tensor:
-    """Return where a word would end an n-gram of the first ``length`` of ``words``, ``[R, V]``."""
+    """Return where a word would repeat an n-gram of ``words[:, :length]``, boolean ``[R, V]``."""
     repeated = words.new_zeros(len(words), V, dtype=torch.int32)
     if n > length:
         return repeated > 0

@@ -63,7 +63,7 @@ class DecoderParts(NamedTuple):
         output: W and b.
         decoder: the module whose inner modules are not called.
         wrappers: modules around the embedding and the output layer, which are not called either.
-        attention: other arguments of :func:`make_attention` than the query's projection, by name.
+        attention: arguments of :func:`make_attention` besides the projection of the query, by name.
         pointer: the layer of the gate of a pointer-generator, which reads o_t, or None. The model
             then copies words of its source, as :func:`attnfast.copy_distribution` does.
     """
@@ -94,7 +94,7 @@ class DecoderParts(NamedTuple):
             return "it scores more or fewer words than it embeds"
         cells = [x for x in self.decoder.modules() if isinstance(x, nn.RNNCellBase)]
         if self.layer.rnn is not None or not all(is_plain(x, *CELLS) for x in cells):
-            return "its recurrent layer is no plain nn.GRU or nn.LSTM, or of their cells"
+            return "its recurrent layer or cell is no plain module of torch.nn"
         return ""
 
     def search_inputs(
@@ -117,7 +117,7 @@ class DecoderParts(NamedTuple):
             reason = fusion_skip_reason(*source, self.decoder, *parts, feed=feed) or ""
         attention = self.attend(memory)
         if isinstance(attention, GatedAttention):
-            reason = reason or "the operator of searches has no gate on contexts"
+            reason = reason or "the operator supports no gate on the context"
         if not reason:
             weight = self.embedding.weight
             backend, reason = select_layer_backend(
@@ -144,7 +144,7 @@ def find_words(
     steps: int,
     forced: Tensor | None = None,
     end: int | None = None,
-    words: Tensor | None = None,
+    source_words: Tensor | None = None,
 ) -> Tensor:
     """Return the most probable word of every step, ``[B, T]``.
 
@@ -154,8 +154,9 @@ def find_words(
         start: ``[B]``, the word that the first step reads.
         steps: T, or the most steps if there is an end.
         forced: ``[B, steps]``, words that the search must choose, −1 where it may choose any.
-        end: T is the first step by which every row has had this word.
-        words: ``[B, Tk]``, those of the keys, for a pointer-generator.
+        end: the word that ends a row; T is then the step at which the last row ends, ``steps`` at
+            most.
+        source_words: ids ``[B, Tk]`` of the source, which a pointer-generator copies.
 
     Raises:
         UnsupportedCall: no operator can search, or a word is not in the vocabulary.
@@ -175,7 +176,7 @@ def find_words(
     def search(steps: int, end: int) -> SearchOutputs:
         limits = torch.full((len(start),), steps + 1, device=start.device)
         constraints = Constraints(limits, first, end=end, forbidden=(), prefix=forced)
-        call, backend, reason = parts.search_inputs(memory, state, constraints, words)
+        call, backend, reason = parts.search_inputs(memory, state, constraints, source_words)
         if call is None or backend is None:
             raise UnsupportedCall(reason)
         found = dispatch.run(SEARCH, call, backend)
@@ -184,13 +185,13 @@ def find_words(
         return found
 
     with torch.no_grad():
-        if end is not None:
+        if end is not None:  # the second search also finds the words after the ends of rows
             steps = min(steps, int(search(steps, end).lengths.max()))
         return search(steps, -1).words[:, 0, :steps]
 
 
 def check_all_visible(states: Tensor, lengths: Tensor) -> None:
-    """Raise unless all states of each source count, for attention without a mask."""
+    """Raise UnsupportedCall unless each length is Tk: the attention has no mask."""
     if (lengths < states.shape[1]).any():
         expected = f"lengths must be {states.shape[1]}"
         raise UnsupportedCall(f"its attention reads padding: {expected}, got {lengths.tolist()}")
@@ -341,7 +342,7 @@ def make_search_model(*modules: nn.Module) -> SearchModel:
     Args:
         modules: the model; for PyTorch's tutorial its encoder and its decoder; for SpeechBrain its
             embedding, its decoder and its linear layer; for the others that read the outputs of an
-            encoder the decoder.
+            encoder the decoder alone.
 
     Raises:
         TypeError: an argument is not a module.

@@ -361,7 +361,7 @@ def recurrent(
 ) -> RecurrentOutputs:
     """Compute states, contexts and weights step by step; ``int8`` as in a search.
 
-    Others may compute attention, attention with a history, and the cells.
+    ``attend``, ``attend_with_history`` and ``next_state`` compute these parts of a step.
     """
     call = widen_weights(call)
     B, T, _ = call.input.shape

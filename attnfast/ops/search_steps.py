@@ -4,9 +4,9 @@ A step changes tensors in place and never synchronizes: the rows of finished sen
 too, and ignored. On a GPU the second step is captured, and every later one replays it. After every
 eighth step the search synchronizes, to test whether all sentences are finished.
 
-PyTorch computes products and cells, the best backends attention and copying, and
-:mod:`attnfast.kernels.search` the rest. Without a history the K hypotheses of a sentence are K
-queries of its keys; with one, each has a copy of the keys.
+PyTorch computes products and cells, and draws words. The best backends compute attention and
+copying, and :mod:`attnfast.kernels.search` scores words and chooses hypotheses. Without a history
+the K hypotheses of a sentence are K queries of its keys; with one, each has a copy of the keys.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ STEPS_PER_SYNC = 8
 
 #: The arguments of which each hypothesis needs a row.
 REPEATED = ("hidden", "cell", "feed", "coverage", "previous", "source")
-#: The arguments of attention; one with a history has each row for one hypothesis.
+#: Those of attention with a history, where each hypothesis is a row of its own.
 OF_ATTENTION = ("key", "value", "mask", "lengths", "inverse_fertility", "transition_prob")
 
 
@@ -43,7 +43,7 @@ def search(call: SearchInputs) -> SearchOutputs:
     """Continue the hypotheses of each sentence, by the best words or those drawn, at every step."""
     if call.int8:
         raise_value_error("int8", "False: products in 8 bits are for CPUs", "True")
-    steps = (_Best if call.numbers is None else _Draws)(call)
+    steps = (_BeamSearch if call.numbers is None else _Sampling)(call)
     if call.most and len(call.limits):
         steps.run()
     return steps.outputs()
@@ -87,7 +87,7 @@ def _next_state(
 
 
 def _capture(step: Callable[[], None]) -> torch.cuda.CUDAGraph:
-    """Return the graph of a step, unlike ``torch.cuda.graph`` without emptying PyTorch's caches."""
+    """Capture a step; PyTorch's caches are not emptied, as ``torch.cuda.graph`` empties them."""
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -100,7 +100,7 @@ def _capture(step: Callable[[], None]) -> torch.cuda.CUDAGraph:
     return graph
 
 
-class _Search:
+class _SearchState:
     """The state of a search of B sentences with K hypotheses each, in R = B K rows."""
 
     def __init__(self, call: SearchInputs):
@@ -132,7 +132,7 @@ class _Search:
         self.state = {name: x.clone() for name, x in state.items() if x is not None}
         self.ended = call.limits <= 0
         self.is_nan = torch.zeros_like(self.ended)
-        self.said = self.long(self.R, T) if call.no_repeat_ngram else None
+        self.history = self.long(self.R, T) if call.no_repeat_ngram else None
         self.weights = like.new_zeros(T, self.R, self.Tk) if call.need_weights else None
 
     def long(self, *shape: int) -> Tensor:
@@ -161,7 +161,7 @@ class _Search:
                 graph.replay()
 
     def step(self) -> None:
-        """Take a step; write the next state to the memory of the one before."""
+        """Take a step; write the next state into the memory of the last."""
         call, state, t = self.call, self.state, self.steps.t
         word = self.word
         if call.source is not None:
@@ -181,10 +181,10 @@ class _Search:
         if self.weights is not None:
             self.weights.index_copy_(0, t, weights.unsqueeze(0))
         row = self.continue_hypotheses(logits, weights)
-        if self.said is not None:
+        if self.history is not None:
             if row is not None:
-                self.said.copy_(self.said.index_select(0, row))
-            self.said.index_copy_(1, t, self.word.unsqueeze(1))
+                self.history.copy_(self.history.index_select(0, row))
+            self.history.index_copy_(1, t, self.word.unsqueeze(1))
         for name, new in after.items():
             if new is None:
                 continue
@@ -231,7 +231,7 @@ class _Search:
     def as_outputs(
         self, lengths: Tensor, slots: Tensor, scores: Tensor, last: Tensor | None = None
     ) -> SearchOutputs:
-        """Return N hypotheses ``[B, N]``, without those of sentences with NaN."""
+        """Return N hypotheses ``[B, N]``; of a sentence with NaN lengths are −1, scores −∞."""
         is_nan = self.is_nan.unsqueeze(-1)
         lengths = lengths.masked_fill(is_nan, 0)
         words, word_scores, weights = self.kernels.trace(
@@ -242,7 +242,7 @@ class _Search:
         return SearchOutputs(words, word_scores, lengths, scores, weights)
 
 
-class _Best(_Search):
+class _BeamSearch(_SearchState):
     """The best hypotheses."""
 
     def __init__(self, call: SearchInputs):
@@ -266,8 +266,9 @@ class _Best(_Search):
         )  # fmt: skip
 
     def continue_hypotheses(self, logits: Tensor, weights: Tensor) -> Tensor:
-        scored = self.kernels.score_words(logits, self.call, self.steps, self.said, best=True)
-        self.kernels.continue_best(logits, scored, weights, self.call, self.steps, self.beam)
+        given = self.call, self.steps
+        candidates = self.kernels.find_candidates(logits, *given, self.history)
+        self.kernels.continue_beam(logits, candidates, weights, *given, self.beam)
         return self.beam.row
 
     def outputs(self) -> SearchOutputs:
@@ -281,9 +282,11 @@ class _Best(_Search):
             return self.as_outputs(lengths, lengths, beam.total.new_full((self.B, N), -math.inf))
         scores, index = of_sentences(beam.final).sort(dim=-1, descending=True, stable=True)
         scores, index = scores[:, :N], index[:, :N]
-        slots, last = (of_sentences(x).gather(1, index) for x in beam[-4:-2])
+        slots, last = (
+            of_sentences(x).gather(1, index) for x in (beam.final_slot, beam.final_score)
+        )
         rank = torch.arange(N, device=self.device)
-        exists = rank < beam.finished.unsqueeze(1)
+        exists = rank < beam.num_finished.unsqueeze(1)
         # The first hypothesis is the result where none could end.
         unfinished = beam.unfinished.unsqueeze(1).clamp_min(0) * (rank == 0)
         lengths = torch.where(exists, index // self.K + 1, unfinished)
@@ -291,7 +294,7 @@ class _Best(_Search):
         return self.as_outputs(lengths, slots.masked_fill(~exists, 0), scores, last)
 
 
-class _Draws(_Search):
+class _Sampling(_SearchState):
     """Hypotheses that continue independently of each other, with drawn words."""
 
     def __init__(self, call: SearchInputs):
@@ -304,17 +307,17 @@ class _Draws(_Search):
 
     def continue_hypotheses(self, logits: Tensor, weights: Tensor) -> None:
         call, steps = self.call, self.steps
-        lse, left = self.kernels.score_words(logits, call, steps, self.said, best=False)
+        lse, log_probs = self.kernels.log_probs(logits, call, steps, self.history)
         is_nan = ~self.ended & lse.isnan().view(self.B, self.K).any(-1)
         live = ~(self.ended | is_nan).unsqueeze(-1) & ~self.done
         number = call.numbers.index_select(2, steps.t).flatten()  # type: ignore[union-attr]
-        odds = left.double() / call.temperature
-        words = draw_words(odds, number, call.top_k, call.top_p)
-        scores = left.gather(-1, words.unsqueeze(-1)).squeeze(-1)
+        scaled = log_probs.double() / call.temperature
+        words = draw_words(scaled, number, call.top_k, call.top_p)
+        scores = log_probs.gather(-1, words.unsqueeze(-1)).squeeze(-1)
         steps.words.index_copy_(0, steps.t, words.unsqueeze(0))
         steps.scores.index_copy_(0, steps.t, scores.unsqueeze(0))
         words, scores = words.view_as(live), scores.view_as(live)
-        stuck = live & (left == -math.inf).all(-1).view_as(live)  # no word may come
+        stuck = live & (log_probs == -math.inf).all(-1).view_as(live)  # no word may come
         says = live & ~stuck
         self.total += torch.where(says, scores, 0)
         self.total.masked_fill_(stuck, -math.inf)

@@ -355,7 +355,7 @@ def test_espnets_higher_layers_are_refused():
 def test_another_cell_is_refused():
     _, [head], source, words = made("clovaai")
     head.attention_cell.rnn.__class__ = type("LSTMCell", (nn.LSTMCell,), {})
-    reason = "its recurrent layer is no plain nn.GRU or nn.LSTM, or of their cells"
+    reason = "its recurrent layer or cell is no plain module of torch.nn"
     with pytest.raises(InputError, match=f"model cannot be searched with: {reason}"):
         greedy_search(make_search_model(head), *source, **words)
 
@@ -367,5 +367,7 @@ def test_yoyodynes_other_tables_are_refused():
         greedy_search(make_search_model(model), *source, **words)
     [model] = yoyodyne_modules("SoftAttention", "GRU", 1, features=True)
     serve(model.eval())
-    with pytest.raises(InputError, match="model cannot be searched with: it reads features, too"):
+    with pytest.raises(
+        InputError, match="model cannot be searched with: it has an encoder of features"
+    ):
         greedy_search(make_search_model(model), *source, **words)

@@ -47,12 +47,12 @@ def encode(states, lengths, head):
 
 
 class Head:
-    """c = attend(h), h = cell([c; y], h), for all characters y of a text, or of its own."""
+    """c = attend(h), h = cell([c; y], h), for all characters y of a text or a prediction."""
 
     def forward(self, batch_H, text, is_train=True, batch_max_length=25):
         cell, T = self.attention_cell, batch_max_length + 1
         if is_train and text.shape[1] < T:
-            raise UnsupportedCall("its text has too few characters")
+            raise UnsupportedCall("its text has fewer than batch_max_length + 1 characters")
         parts, (memory, state) = parts_of(self), memory_and_state(self, batch_H)
         inner, states = (cell.i2h, cell.h2h, cell.score), [state.hidden[None], state.cell[None]]
         reason = fusion_skip_reason(parts.layer, T, batch_H, states, cell, *inner)

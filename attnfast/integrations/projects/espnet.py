@@ -400,8 +400,8 @@ def history_of(attention):
     return CumulativeState(first, first), {"kind": LocationAwareAttention, "terms": terms}
 
 
-def begun(decoder, attention, states, lengths):
-    """Return the memory of a source, the first state, and the arguments of make_attention."""
+def prepare_source(decoder, attention, states, lengths):
+    """Return a source's memory, the first state and make_attention's arguments."""
     attention.reset()
     begin(attention, states, list(map(int, lengths)), None)
     history, options = history_of(attention)
@@ -418,7 +418,7 @@ def encode(states, lengths, decoder):
     if decoder.dlayers > 1:
         raise UnsupportedCall("its query is the state of the first of several layers")
     attention = copy.copy(decoder.att_list[0])  # whose attributes stay as they are
-    memory, state, options = begun(decoder, attention, states, lengths)
+    memory, state, options = prepare_source(decoder, attention, states, lengths)
     layer, query = Layer.of_cells(decoder.decoder[0]), attention.mlp_dec
     parts = DecoderParts(layer, query, decoder.embed, decoder.output, decoder, attention=options)
     return parts, memory, state
@@ -446,7 +446,7 @@ class Decoder:
             has_history=not plain,
         ):
             raise UnsupportedCall(reason)
-        memory, first, options = begun(self, attention, hs_pad, hlens)
+        memory, first, options = prepare_source(self, attention, hs_pad, hlens)
         embedded = self.dropout_emb(self.embed(ys_in_pad))
         for _ in range(T - 1):
             random.random()  # the random numbers of its own loop

@@ -85,8 +85,8 @@ def layer_of(decoder):
     return Layer.of_cells(*decoder.rnn.rnn_cells, attends_first=False)
 
 
-def begun(decoder, attention, states, lengths):
-    """Return the memory of a source, the first state, and the arguments of make_attention.
+def prepare_source(decoder, attention, states, lengths):
+    """Return a source's memory, the first state, the query layer and make_attention's arguments.
 
     A layer on a context, Σ α (W h + b), is one on the values: the weights α sum to 1.
     """
@@ -112,8 +112,8 @@ def begun(decoder, attention, states, lengths):
     return memory, state, attention.mlp_dec, options
 
 
-def inner(module, name, attribute):
-    """Return the module of torch.nn in a module of SpeechBrain's of this name, or the module."""
+def unwrap(module, name, attribute):
+    """Return the module of torch.nn that SpeechBrain's module ``name`` wraps, or the module."""
     cls = type(module)
     is_own = f"{cls.__module__}.{cls.__qualname__}" == f"speechbrain.nnet.{name}"
     return getattr(module, attribute) if is_own else module
@@ -124,12 +124,12 @@ def encode(states, lengths, decoder, embedding, linear):
 
     No activation is between the layers after the attention: U (V [c; h] + d) + e is one layer.
     """
-    table = inner(embedding, "embedding.Embedding", "Embedding")
-    last, first = inner(linear, "linear.Linear", "w"), decoder.proj
+    table = unwrap(embedding, "embedding.Embedding", "Embedding")
+    last, first = unwrap(linear, "linear.Linear", "w"), decoder.proj
     if type(last) is not nn.Linear or getattr(linear, "max_norm", None) is not None:
-        raise UnsupportedCall("its linear layer is no nn.Linear, or has a maximum norm")
+        raise UnsupportedCall("its linear layer is no plain nn.Linear, or has a maximum norm")
     attention = copy.copy(decoder.attn)  # whose attributes stay as they are
-    memory, state, query, options = begun(decoder, attention, states, lengths)
+    memory, state, query, options = prepare_source(decoder, attention, states, lengths)
     weight, bias = last.weight @ first.weight, F.linear(first.bias, last.weight, last.bias)
     output = linear_of(weight.roll(decoder.hidden_size, 1), bias)  # for [h; c]
     parts = DecoderParts(
@@ -157,7 +157,7 @@ class Decoder:
         ):
             raise UnsupportedCall(reason)
         ends = torch.round(enc_states.shape[1] * wav_len).long()
-        memory, state, query, options = begun(self, attention, enc_states, ends)
+        memory, state, query, options = prepare_source(self, attention, enc_states, ends)
         joined = inp_tensor.shape[2], self.attn_dim
         cell_dropouts = [StepDropout.of(x, times=len(cells) - 1) for x in dropouts[1:2]]
         input_mask, *between = draw_masks(

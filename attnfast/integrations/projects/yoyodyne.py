@@ -26,7 +26,7 @@ from attnfast.integrations.helpers import attend_to_source, is_plain, keep_in_gr
 from attnfast.integrations.search_model import DecoderParts, find_words
 from attnfast.nn._layer import NAMES, Layer
 
-END = 3  # yoyodyne's symbol
+END = 3  # of yoyodyne's vocabularies
 
 
 class Yoyodyne:
@@ -60,9 +60,9 @@ def parts_of(model):
         pointer = linear_of(torch.cat(weights, 1), gate.bias)
         weight = F.pad(classifier.weight, (0, table.embedding_dim))
         output = linear_of(weight, classifier.bias)
-    around = [model.embeddings, classifier, *(() if gate is None else gate.modules())]
+    wrappers = [model.embeddings, classifier, *(() if gate is None else gate.modules())]
     return DecoderParts(
-        layer, query, table, output, decoder, wrappers=tuple(around), pointer=pointer
+        layer, query, table, output, decoder, wrappers=tuple(wrappers), pointer=pointer
     )
 
 
@@ -86,7 +86,7 @@ def encode(source, lengths, model):
     from yoyodyne.data import PaddedTensor
 
     if model.has_features_encoder:
-        raise UnsupportedCall("it reads features, too")
+        raise UnsupportedCall("it has an encoder of features")
     symbols = PaddedTensor([words[:n] for words, n in zip(source, lengths.tolist())])
     states = model.source_encoder(symbols, model.embeddings, is_source=True)
     if getattr(model, "source_projection", None) is not None:
@@ -95,20 +95,20 @@ def encode(source, lengths, model):
     return parts_of(model), memory, state_of(*states_of(model, len(source)))
 
 
-def forced(model, source, mask, target, symbols=None):
+def run_target(model, source, mask, target, symbols=None):
     """Return the embedded symbols of a target, and the steps of the decoder over them.
 
-    Without a target they are the model's own, found first. ``symbols`` are those of the source of
-    a pointer-generator.
+    Without a target a search finds the model's own symbols first. ``symbols`` are those of the
+    source of a pointer-generator, which has no dropout on its states.
     """
     decoder, rnn, dropout = model.decoder, model.decoder.module, model.decoder.dropout_layer
     attention, cells = decoder.attention, nn.Dropout(rnn.dropout).train(rnn.training)
     parts, states = parts_of(model), states_of(model, len(source))
     start = model.start_symbol(len(source))
     drops = any(x.training and x.p > 0 for x in (cells, dropout))
-    T = model.max_target_length if target is None else target.shape[1]
     if target is not None and target.dim() != 2:
         raise UnsupportedCall("its target is not [B, T]")
+    T = model.max_target_length if target is None else target.shape[1]
     if target is None and drops:
         raise UnsupportedCall("there is no target, and dropout is on")
     reason = fusion_skip_reason(
@@ -118,7 +118,7 @@ def forced(model, source, mask, target, symbols=None):
         raise UnsupportedCall(reason)
     memory, state = memory_of(model, source, mask), state_of(*states)
     if target is None:
-        target = find_words(parts, memory, state, start[:, 0], T, end=END, words=symbols)
+        target = find_words(parts, memory, state, start[:, 0], T, end=END, source_words=symbols)
         T = target.shape[1]
     if T < 2:
         raise UnsupportedCall(LOOP)
@@ -137,10 +137,10 @@ def forced(model, source, mask, target, symbols=None):
 
 
 class SoftAttention:
-    """c = attend(h), h = cell([x; c], h), for all symbols of a target, or its own."""
+    """c = attend(h), h = cell([x; c], h), for all symbols of a target or a prediction."""
 
     def greedy_decode_train_validate(self, context, mask, target=None):
-        states = forced(self, context, mask, target)[1]
+        states = run_target(self, context, mask, target)[1]
         return self.classifier(states).transpose(1, 2).contiguous()
 
     def greedy_decode_predict_test(self, context, mask):
@@ -154,7 +154,7 @@ class PointerGenerator:
         self, source, source_encoded, source_mask, *, target=None, features_encoded=None,
         features_mask=None,
     ):  # fmt: skip
-        embedded, states, steps = forced(self, source_encoded, source_mask, target, source)
+        embedded, states, steps = run_target(self, source_encoded, source_mask, target, source)
         generated = self.classifier(torch.cat([states, steps.contexts], 2)).softmax(2)
         copied = torch.zeros_like(generated, dtype=steps.weights.dtype)
         copied = copied.scatter_add(2, source.unsqueeze(1).expand_as(steps.weights), steps.weights)
@@ -180,7 +180,7 @@ def example(attention, draw):
 
 
 @contextmanager
-def few_symbols(model):
+def limit_target_length(model):
     """Limit the lengths of a model's own targets."""
     most, model.max_target_length = model.max_target_length, 4
     try:
@@ -199,7 +199,7 @@ def decode(model, draw, copies):
         for T in draw.steps(4, 1, 2):
             target = draw.words(words, B, T)
             yield model.greedy_decode_train_validate(*inputs, target=target)
-        with few_symbols(model):
+        with limit_target_length(model):
             yield model.greedy_decode_train_validate(*inputs)
             yield model.greedy_decode_predict_test(*inputs)
 
