@@ -59,6 +59,7 @@ def translators() -> Table:
         "TransformerEncoder.forward": (transformer, embedded),
         "FixedContext": (models.FixedContext, {"backend": None}),
         "MeanContext": (models.MeanContext, {"backend": None}),
+        "NoContext": (models.NoContext, {"backend": None}),
         "Seq2Seq": (
             models.Seq2Seq,
             {"encoder": model.encoder, "decoder": model.decoder, "vocab_size": V, "embed_dim": A,
@@ -88,7 +89,7 @@ def translators() -> Table:
         "sample": (decoding.sample, options | draws | {"samples": 2}),
         "sharing_packed_parameters": (decoding.sharing_packed_parameters, {"model": model}),
     }
-    for name in ("FixedContext", "MeanContext"):
+    for name in ("FixedContext", "MeanContext", "NoContext"):
         context = getattr(models, name)()
         prepare = {"states": torch.randn(B, TK, A), "lengths": lengths()}
         more = {"mask": seen(), "values": torch.randn(B, TK, A)} if name == "MeanContext" else {}

@@ -180,7 +180,9 @@ def images() -> Inputs:
 
 
 VARIANTS = [
-    *itertools.product(("none", "bahdanau", "dot", "scaled_dot", "general", "concat"), [False]),
+    *itertools.product(
+        ("none", "initial", "bahdanau", "dot", "scaled_dot", "general", "concat"), [False]
+    ),
     ("general", True),
     ("concat", True),
     *itertools.product(("coverage", "location", "forward"), [False, True]),

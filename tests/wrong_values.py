@@ -196,10 +196,10 @@ FITS: dict[str, tuple[tuple[str, str, str], ...]] = {
         ("best_spans|erasure", "start|end|ranking", "float64|float16"),
     ),
     "modules without parameters": (
-        ("(Fixed|Mean)Context.forward", "memory", "of another dtype|of more features"),
+        ("(Fixed|Mean|No)Context.forward", "memory", "of another dtype|of more features"),
         ("SinusoidalPositions.forward|SpecAugment.forward", "x|features", "float64|float16"),
         ("FeatureNormalizer.forward|LogMel.forward", "features|samples", "float64|float16"),
-        ("(Fixed|Mean)Context.*", "states|state|values", "float64|float16"),
+        ("(Fixed|Mean|No)Context.*", "states|state|values", "float64|float16"),
     ),
     "pictures take any": (
         ("draw_.*", "weights|features|points|x|output|read|written|image|maps", "float64|float16"),
@@ -246,7 +246,7 @@ FITS: dict[str, tuple[tuple[str, str, str], ...]] = {
         ("(row|kl|key|diag|mono|extract|failures)[a-z_]*", "weights", "longer in axis [12]"),
         ("over_under_translation|head_roles, keys", "weights", "longer in axis 1"),
         ("head_roles", "weights", "longer in axis [123]"),
-        ("(Fixed|Mean)Context.forward|FixedContext.prepare", "state|states", "longer in axis 1"),
+        ("(Fixed|Mean|No)Context.forward|(Fixed|No)Context.prepare", "states?", "longer in axis 1"),
     ),
     "no other argument has this size: features, or words of a vocabulary": (
         ("[a-z].*attention.*|(?!MultiHead).*prepare", "value|values", "longer in axis 2"),
@@ -256,7 +256,7 @@ FITS: dict[str, tuple[tuple[str, str, str], ...]] = {
         ("alignment_loss", "weights", "longer in axis 2"),
         ("sequence_loss|scheduled_sampling", "logits", "longer in axis 2"),
         ("hybrid_loss", "output", "of more features"),
-        ("SinusoidalPositions.forward|SpecAugment.forward|(Fixed|Mean)Context.*",
+        ("SinusoidalPositions.forward|SpecAugment.forward|(Fixed|Mean|No)Context.*",
          "x|features|states|state", "longer in axis 2"),
         ("(Grid|ShowAttend).*", "images", "longer in axis [23]"),
     ),

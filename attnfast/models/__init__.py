@@ -18,7 +18,7 @@ from attnfast.models.bidaf import BiDAF, SpanPrediction, best_spans
 from attnfast.models.classifier import POOLINGS, Classifier
 from attnfast.models.config import ATTENTIONS, ENCODERS, Config, build
 from attnfast.models.ctc import CTCPrefixScorer
-from attnfast.models.decoders import BahdanauDecoder, FixedContext, LuongDecoder
+from attnfast.models.decoders import BahdanauDecoder, FixedContext, LuongDecoder, NoContext
 from attnfast.models.encoders import Encoder, TransformerEncoder
 from attnfast.models.las import EncodedSpeech, LASOutput, ListenAttendSpell, PyramidEncoder
 from attnfast.models.memory_network import MemoryNetwork, MemoryNetworkOutput, position_encoding
@@ -58,6 +58,7 @@ __all__ = [
     "MeanContext",
     "MemoryNetwork",
     "MemoryNetworkOutput",
+    "NoContext",
     "PyramidEncoder",
     "Seq2Seq",
     "ShowAttendTell",

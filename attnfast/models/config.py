@@ -9,7 +9,13 @@ from torch import nn
 
 from attnfast._utils.checks import InputError, argument_message, describe, raise_type_error
 from attnfast._utils.settings import check_settings, setting, with_settings
-from attnfast.models.decoders import CELLS, BahdanauDecoder, FixedContext, LuongDecoder
+from attnfast.models.decoders import (
+    CELLS,
+    BahdanauDecoder,
+    FixedContext,
+    LuongDecoder,
+    NoContext,
+)
 from attnfast.models.encoders import Encoder, TransformerEncoder
 from attnfast.models.seq2seq import Seq2Seq
 from attnfast.nn import (
@@ -34,7 +40,9 @@ HISTORIES = {
 }
 ENCODERS = ("rnn", "transformer")
 SPANS = ("local", "predictive", "strided", "monotonic")
-ATTENTIONS = ("none", "bahdanau", *LuongAttention.SCORES, *HISTORIES, *SPANS)
+#: Without attention, every step reads the encoder's last states, or only the initial state does.
+NO_ATTENTION = ("none", "initial")
+ATTENTIONS = (*NO_ATTENTION, "bahdanau", *LuongAttention.SCORES, *HISTORIES, *SPANS)
 
 
 @with_settings
@@ -42,7 +50,9 @@ ATTENTIONS = ("none", "bahdanau", *LuongAttention.SCORES, *HISTORIES, *SPANS)
 class Config:
     """The shape of a model.
 
-    The attentions ``"none"`` and ``"bahdanau"`` make a :class:`BahdanauDecoder`, all others a
+    ``"none"`` gives every decoder step the encoder's last states as its context (Cho et al., 2014);
+    with ``"initial"`` the decoder's initial state alone depends on the source (Sutskever et al.,
+    2014). These and ``"bahdanau"`` make a :class:`BahdanauDecoder`, all others a
     :class:`LuongDecoder`: the scores of :class:`attnfast.nn.LuongAttention`; ``"coverage"``,
     ``"location"`` and ``"forward"``, additive attention with a history; and ``"local"``,
     ``"predictive"``, ``"strided"`` and ``"monotonic"``, Luong's general score within a span.
@@ -120,8 +130,8 @@ class Config:
             ("fixed_stride", ("strided",)),
             ("sigma", ("local",)),
             ("gaussian_height", ("local",)),
-            ("pointer_generator", ATTENTIONS[1:]),
-            ("input_feeding", ATTENTIONS[2:]),
+            ("pointer_generator", ATTENTIONS[2:]),
+            ("input_feeding", ATTENTIONS[3:]),
         ):
             value, default = getattr(self, name), getattr(Config, name)
             if value != default and self.attention not in attentions:
@@ -156,6 +166,8 @@ def build(config: Config, backend: str | None = None) -> Seq2Seq:
     decoder: BahdanauDecoder | LuongDecoder
     if config.attention == "none":
         decoder = BahdanauDecoder(*sizes, FixedContext(), **options)
+    elif config.attention == "initial":
+        decoder = BahdanauDecoder(config.embed_dim, 1, state_dim, NoContext(), **options)
     elif config.attention == "bahdanau":
         attention = BahdanauAttention(state_dim, key_dim, config.hidden_dim, backend=backend)
         decoder = BahdanauDecoder(*sizes, attention, **options)

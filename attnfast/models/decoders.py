@@ -130,6 +130,42 @@ class FixedContext(nn.Module):
         return memory.value.expand(-1, state.shape[1], -1), None
 
 
+class NoContext(FixedContext):
+    r"""No attention and no context: a decoder reads the source in its initial state alone.
+
+    .. math:: c_t = 0
+
+    The context is one feature.
+
+    Args:
+        backend: of the decoder's recurrent layer; ``"reference"`` for PyTorch's own.
+
+    Paper: Sutskever, Vinyals and Le, "Sequence to Sequence Learning with Neural Networks",
+    NeurIPS 2014, arXiv:1409.3215.
+
+    Example:
+        >>> attention = attnfast.models.NoContext()
+        >>> memory = attention.prepare(torch.randn(2, 5, 8), torch.tensor([5, 3]))
+        >>> attention(torch.randn(2, 6), memory)[0]
+        tensor([[0.],
+                [0.]])
+    """
+
+    def prepare(self, states: Tensor, lengths: Tensor) -> Memory:
+        """Return a memory with one value of one feature, 0, ``[B, 1, 1]``.
+
+        Args:
+            states: ``[B, Tk, 2H]``.
+            lengths: ``[B]``, each at least 1.
+
+        Raises:
+            ValueError, TypeError: an argument does not fit; the message names it.
+        """
+        super().prepare(states, lengths)
+        value = states.new_zeros(len(states), 1, 1)
+        return Memory(value, value)
+
+
 class _Decoder(nn.Module):
     """Base of both decoders: the initial state, a call of the RNN and one of the attention."""
 

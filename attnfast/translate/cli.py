@@ -62,6 +62,7 @@ def _device(name: str | None, backend: str | None) -> torch.device:
 def train(args: argparse.Namespace) -> None:
     """Train a translator; write best.pt, last.pt and log.csv."""
     from attnfast.models import Config
+    from attnfast.models.config import NO_ATTENTION
     from attnfast.translate.checkpoint import lock, make_folder
     from attnfast.translate.data import read_alignments, read_pairs
     from attnfast.translate.trainer import Options
@@ -83,7 +84,7 @@ def train(args: argparse.Namespace) -> None:
     valid_pairs = read_pairs(args.valid_source, args.valid_target)
     links = None
     if args.alignments is not None:
-        if config.attention == "none":
+        if config.attention in NO_ATTENTION:
             raise InputError("--alignments: expected an attention to supervise, got none")
         links = read_alignments(args.alignments, pairs)
 

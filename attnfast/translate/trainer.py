@@ -20,6 +20,7 @@ from attnfast._utils.signals import Interrupted, stop_on_signal
 from attnfast.analysis import diagnostics
 from attnfast.losses import alignment_loss
 from attnfast.models import PAD, Config, Seq2Seq, sequence_loss
+from attnfast.models.config import NO_ATTENTION
 from attnfast.translate import checkpoint
 from attnfast.translate.data import Batch, Example, Tokenizer, batches, collate
 from attnfast.translate.evaluate import SearchOptions, bleu, translate
@@ -87,7 +88,7 @@ class Options:
             (config, "window", sparse or attention in ("local", "predictive"), unused),
             (config, "stride", sparse or attention == "strided", unused),
             (self, "coverage_loss", attention == "coverage", unused),
-            (self, "attention_lr_scale", attention != "none", unused),
+            (self, "attention_lr_scale", attention not in NO_ATTENTION, unused),
             (self, "label_smoothing", not config.pointer_generator, "with a pointer-generator"),
         ):
             default, value = getattr(type(x), name), getattr(x, name)
