@@ -163,7 +163,33 @@ def test_every_option_reaches_its_setting(settings, command, monkeypatch):
         assert read == dataclasses.replace(settings(), **{field.name: value})
 
 
-@pytest.mark.parametrize("command", ["train", "translate", "score", "inspect", "demo", "info"])
+def test_corpus(tmp_path, capsys):
+    """Aligned sentences, none of which is in two parts; the same for the same seed."""
+    texts = []
+    for name, seed in (("one", "1"), ("two", "1"), ("three", "2")):
+        command = ["corpus", str(tmp_path / name), "--pairs", "30", "--held-out", "10"]
+        assert main([*command, "--seed", seed]) == 0
+        parts = {x.name: x.read_text().splitlines() for x in sorted((tmp_path / name).iterdir())}
+        texts.append(parts)
+    assert texts[0] == texts[1] != texts[2]
+    counts = {"train": 30, "valid": 10, "test": 10}
+    names = {f"{part}.{x}": n for part, n in counts.items() for x in ("en", "de", "links")}
+    assert {name: len(lines) for name, lines in texts[0].items()} == names
+    assert len({line for part in counts for line in texts[0][f"{part}.en"]}) == 50
+    for english, german, links in zip(*(texts[0][f"test.{x}"] for x in ("en", "de", "links"))):
+        pairs = [tuple(map(int, link.split("-"))) for link in links.split()]
+        sizes = len(english.split()), len(german.split())
+        assert pairs and all(i < sizes[0] and j < sizes[1] for i, j in pairs)
+    (tmp_path / "file").touch()
+    capsys.readouterr()
+    assert main(["corpus", str(tmp_path / "file")]) == 2
+    assert "cannot write to the folder" in capsys.readouterr().err
+
+
+COMMANDS = ["train", "translate", "score", "inspect", "corpus", "demo", "info"]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 def test_every_option_has_its_own_help(command, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "999")
     options = options_of(command).values()

@@ -390,6 +390,25 @@ def info(args: argparse.Namespace) -> None:
         print(f"{name:<10} {'on' if refusal is None else f'off: {refusal}'}")
 
 
+def corpus(args: argparse.Namespace) -> None:
+    """Write the demo's made-up language: sentences, their translations and word alignments."""
+    from attnfast.translate.checkpoint import make_folder, write_atomically
+    from attnfast.translate.toy_grammar import aligned_corpus
+
+    sizes = {"train": args.pairs, "valid": args.held_out, "test": args.held_out}
+    directory = Path(args.directory)
+    make_folder(directory)
+    drawn = iter(aligned_corpus(args.seed, sum(sizes.values())))
+    for part, count in sizes.items():
+        sentences = [next(drawn) for _ in range(count)]
+        english, german = zip(*(x.pair for x in sentences))
+        links = (" ".join(f"{i}-{j}" for i, j in sorted(x.links)) for x in sentences)
+        for ending, lines in (("en", english), ("de", german), ("links", links)):
+            text = "".join(f"{line}\n" for line in lines)
+            write_atomically(directory / f"{part}.{ending}", text.encode())
+    log(f"{directory}: {', '.join(f'{x}.en, .de and .links' for x in sizes)}")
+
+
 def demo(args: argparse.Namespace) -> None:
     """Train on a made-up language with no, eager and fused attention; print, draw and compare."""
     from attnfast.translate.demo import run
@@ -545,6 +564,14 @@ def _parser() -> Parser:
     add_integer(sub, "--max-sentences", "sentences on the page, the most suspicious first", 200)
     add_threads(sub)
     add_device(sub)
+
+    sub = command(corpus)
+    sub.add_argument("directory", metavar="DIR", help="folder of the files")
+    text = "sentences to train on; as many as --held-out are for validation, and for a test"
+    sub.add_argument("--pairs", type=positive, default=3000, help=text)
+    text = "sentences for validation, and sentences for a test"
+    sub.add_argument("--held-out", type=positive, default=300, help=text)
+    add_integer(sub, "--seed", "of the random numbers", 1)
 
     sub = command(demo)
     sub.add_argument(
