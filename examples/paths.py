@@ -1,83 +1,175 @@
 """Why attention shortens the path: whether a word's loss reaches the word that it translates.
 
-    python examples/paths.py none/best.pt general/best.pt --source test.en --target test.de \\
-        --alignments test.links
+    attnfast corpus data
+    for attention in initial none general bahdanau; do
+      attnfast train --attention $attention --model-dir models/$attention ...
+    done
+    python examples/paths.py models/*/best.pt --source data/test.en --target data/test.de \\
+        --alignments data/test.links
 
-Checkpoints are those of `attnfast train --tokenizer word`, alignments the true ones. Without
-attention a source word reaches a target word by the encoder's steps from it to the nearer end of
-the source, and the decoder's steps from there: so many is their distance. With attention there is a
-way of one step beside it. The gradient of each target word's own loss has a norm at every source
-word's embedding; the table has the share of the word that it translates, by distance.
+Without attention, a source word reaches a decoder by the encoder's steps from it to the nearer end
+of the source. If only the decoder's initial state depends on the source, it reaches the i-th target
+word by i decoder steps more. The loss of each target word has a gradient with respect to every
+embedded source word. Two tables have its norm at the word that the target word translates, divided
+by the mean over the words of the source, by encoder steps and by the target word's index: 1 is the
+value of any word. In the last table no gradient passes through the decoder state before the target
+word; it has the norm at the aligned words, divided by the norm with all gradients.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor
+from torch.nn import functional as F
 
+from attnfast._utils.checks import optional
+from attnfast.models import Seq2Seq
 from attnfast.translate import checkpoint
+from attnfast.translate.checkpoint import write_atomically
 from attnfast.translate.cli import Parser, run
-from attnfast.translate.data import Links, collate, encode_pairs, read_alignments, read_pairs
+from attnfast.translate.data import (
+    Batch,
+    Links,
+    collate,
+    encode_pairs,
+    read_alignments,
+    read_pairs,
+)
 
-WIDTH, MOST = 5, 8  # distances of a column, columns
+#: What words are grouped by, and how many values are a column.
+GROUPS = {"encoder steps": 3, "target index": 5}
+COLUMNS = 5
 
 
-def shares(model, tokenizer, pairs, links: Sequence[Links]) -> list[float]:
-    """Return the mean share at distances 0 to 4, 5 to 9, and so on."""
-    examples, _ = encode_pairs(tokenizer, pairs, 1000, alignments=links)
-    sums, counts = torch.zeros(MOST), torch.zeros(MOST)
-    embedded = []
+class Norms(NamedTuple):
+    """Gradient norms of one target word's loss, and its aligned source words.
 
-    def keep(module, inputs):
-        inputs[0].retain_grad()
-        embedded.append(inputs[0])
+    Attributes:
+        norm: ``[B, Tk]``, at the embedded source words.
+        direct: ``[B, Tk]``, without the decoder's past.
+        linked: ``[B, Tk]``, whether the target word translates a source word.
+        index: of the target word.
+    """
 
-    handle = model.eval().encoder.register_forward_pre_hook(keep)
-    try:
-        for first in range(0, len(examples), 32):
-            batch = collate(examples[first : first + 32])
-            logits, _ = model(batch.source, batch.lengths, batch.target_in)
-            x, n = embedded.pop(), batch.lengths.unsqueeze(1)
-            j = torch.arange(x.shape[1])
-            to_end = torch.minimum(j, n - 1 - j)
-            for i, word in enumerate(batch.target_out.unbind(1)):
-                loss = nn.functional.cross_entropy(logits[:, i], word, reduction="sum")
-                (grad,) = torch.autograd.grad(loss, x, retain_graph=True)
-                norm = grad.norm(dim=-1)
-                share = norm / norm.sum(1, keepdim=True)
-                linked = batch.alignment[:, i] > 0
-                column = ((to_end + i) // WIDTH)[linked]
-                some = column < MOST
-                sums.index_add_(0, column[some], share[linked][some])
-                counts.index_add_(0, column[some], torch.ones(int(some.sum())))
-    finally:
-        handle.remove()
-    return (100 * sums / counts).tolist()
+    norm: Tensor
+    direct: Tensor
+    linked: Tensor
+    index: int
+
+
+def detach(state: Any) -> Any:
+    """Return a state that does not pass gradients on."""
+    if hasattr(state, "_fields"):
+        return type(state)(*map(detach, state))
+    return state.detach() if isinstance(state, Tensor) else state
+
+
+def gradient_norms(model: Seq2Seq, batch: Batch) -> Iterator[Norms]:
+    """Yield the gradient norms of every target word's loss."""
+    with torch.no_grad():
+        embedded = model.embed(batch.source)
+    x = embedded.requires_grad_()
+    memory, state = model.read(x, batch.lengths)
+    source = model.encode(batch.source, batch.lengths)[0]._replace(memory=memory)
+    logits, *_ = model.decode(batch.target_in, state, source)
+
+    def norms(logits: Tensor, words: Tensor) -> Tensor:
+        loss = F.cross_entropy(logits, words, reduction="sum")
+        (grad,) = torch.autograd.grad(loss, x, retain_graph=True, allow_unused=True)
+        return x.new_zeros(x.shape[:2]) if grad is None else grad.norm(dim=-1)
+
+    for i, words in enumerate(batch.target_out.unbind(1)):
+        step, state, _ = model.decode(batch.target_in[:, i : i + 1], detach(state), source)
+        linked = batch.alignment[:, i] > 0
+        yield Norms(norms(logits[:, i], words), norms(step[:, 0], words), linked, i)
+
+
+def measure(
+    model: Seq2Seq, examples: Sequence, batch_size: int = 32
+) -> tuple[dict[str, list[float]], float]:
+    """Return the mean ratios of each column by name of a group, and the direct share."""
+    sums = {name: torch.zeros(2, COLUMNS) for name in GROUPS}
+    direct = whole = 0.0
+    for first in range(0, len(examples), batch_size):
+        batch = collate(examples[first : first + batch_size])
+        n = batch.lengths.unsqueeze(1)
+        j = torch.arange(batch.source.shape[1])
+        steps = torch.minimum(j, n - 1 - j)
+        for word in gradient_norms(model, batch):
+            ratio = word.norm * n / word.norm.sum(1, keepdim=True)
+            direct += float(word.direct[word.linked].sum())
+            whole += float(word.norm[word.linked].sum())
+            places = steps, torch.full_like(steps, word.index)
+            for (name, width), place in zip(GROUPS.items(), places):
+                kept = word.linked & (place // width < COLUMNS)
+                for row, values in enumerate((ratio, torch.ones_like(ratio))):
+                    sums[name][row].index_add_(0, (place // width)[kept], values[kept])
+    return {name: (x[0] / x[1]).tolist() for name, x in sums.items()}, direct / whole
+
+
+def draw(path: Path, found: dict[str, list[tuple[dict[str, list[float]], float]]]) -> None:
+    """Draw the means of the models of each attention, over the seeds."""
+    optional("matplotlib", "a picture")
+    from io import BytesIO
+
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.5), layout="constrained")
+    for axes, (name, width) in zip(figure.subplots(1, len(GROUPS), sharey=True), GROUPS.items()):
+        middles = [width * (i + 0.5) - 0.5 for i in range(COLUMNS)]
+        for attention, models in found.items():
+            rows = torch.tensor([columns[name] for columns, _ in models])
+            axes.plot(middles, rows.mean(0), marker="o", label=attention)
+        axes.axhline(1, color="grey", linestyle=":", linewidth=1)
+        axes.set_xlabel(name)
+    figure.axes[0].set_ylabel("gradient of the aligned word\nover the mean of all words")
+    figure.axes[0].set_ylim(bottom=0)
+    figure.axes[-1].legend()
+    buffer = BytesIO()
+    figure.savefig(buffer, format="png", dpi=150)
+    write_atomically(path, buffer.getvalue())
 
 
 def compare(args: argparse.Namespace) -> None:
-    """Print a row for each checkpoint."""
+    """Print a table by encoder steps, one by target index, and one without the decoder's past."""
     pairs = read_pairs(args.source, args.target)
-    links = read_alignments(args.alignments, pairs)
-    heads = [f"{WIDTH * i}–{WIDTH * (i + 1) - 1}" for i in range(MOST)]
-    print(f"| distance | {' | '.join(heads)} |")
-    print(f"|---|{'--:|' * MOST}")
+    links: Sequence[Links] = read_alignments(args.alignments, pairs)
+    found = defaultdict(list)
     for name in args.checkpoints:
-        _, model, tokenizer = checkpoint.restore(checkpoint.load(name), name=name)
-        row = shares(model, tokenizer, pairs, links)
-        print(f"| {name} | {' | '.join(f'{x:.0f} %' for x in row)} |", flush=True)
+        config, model, tokenizer = checkpoint.restore(checkpoint.load(name), name=name)
+        examples, _ = encode_pairs(tokenizer, pairs, 1000, alignments=links)
+        found[config.attention].append(measure(model.eval(), examples))
+    for name, width in GROUPS.items():
+        heads = [f"{width * i}–{width * (i + 1) - 1}" for i in range(COLUMNS)]
+        print(f"| {name} | {' | '.join(heads)} |\n|---|{'--:|' * COLUMNS}")
+        for attention, models in found.items():
+            means = torch.tensor([columns[name] for columns, _ in models]).mean(0)
+            print(f"| {attention} | {' | '.join(f'{x:.2f}' for x in means)} |", flush=True)
+        print()
+    print("| attention | models | without the decoder's past |\n|---|--:|--:|")
+    for attention, models in found.items():
+        shares = [100 * share for _, share in models]
+        spread = f" ({min(shares):.0f}–{max(shares):.0f})" if len(shares) > 1 else ""
+        mean = sum(shares) / len(shares)
+        print(f"| {attention} | {len(models)} | {mean:.0f} %{spread} |")
+    if args.plot:
+        draw(Path(args.plot), found)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(description=__doc__.partition("\n")[0])
-    parser.add_argument("checkpoints", nargs="+", help="of models to compare")
+    parser.add_argument("checkpoints", nargs="+", help="of models to compare; seeds are averaged")
     parser.add_argument("--source", required=True, metavar="FILE", help="one sentence per line")
     parser.add_argument("--target", required=True, metavar="FILE", help="its translation")
     parser.add_argument("--alignments", required=True, metavar="FILE", help="such as 0-0 1-2")
+    parser.add_argument("--plot", metavar="FILE", help="a picture of the first two tables, PNG")
     parser.set_defaults(function=compare)
     return run(parser, argv)
 

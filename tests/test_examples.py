@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from attnfast.models import Config, build
-from attnfast.translate import checkpoint, trainer
+from attnfast.translate import checkpoint, cli, trainer
 from attnfast.translate.data import WordTokenizer
-from attnfast.translate.toy_grammar import aligned_corpus
 
 pytest.importorskip("sacrebleu")
 
@@ -44,28 +43,33 @@ def test_alignments(tmp_path, capsys, monkeypatch):
 
 
 def test_paths(tmp_path, capsys):
-    drawn = aligned_corpus(1, 40)
-    tokenizer = WordTokenizer.train(text for x in drawn for text in x.pair)
+    """Without its past, a decoder with the source in its initial state alone reads no source."""
+    assert cli.main(["corpus", str(tmp_path), "--pairs", "1", "--held-out", "20"]) == 0
+    files = {
+        "source": tmp_path / "test.en", "target": tmp_path / "test.de",
+        "alignments": tmp_path / "test.links",
+    }  # fmt: skip
+    lines = [x for name in ("source", "target") for x in files[name].read_text().splitlines()]
+    tokenizer = WordTokenizer.train(lines)
     models = []
-    for attention in ("none", "general"):
-        torch.manual_seed(0)
+    for number, attention in enumerate(("initial", "none", "general", "coverage", "initial")):
+        torch.manual_seed(number)
         config = Config(tokenizer.vocab_size, attention, embed_dim=12, hidden_dim=10)
-        models.append(str(tmp_path / f"{attention}.pt"))
-        checkpoint.save(tmp_path / f"{attention}.pt", config, build(config), tokenizer)
-    files = {name: tmp_path / name for name in ("source", "target", "alignments")}
-    for side, name in enumerate(("source", "target")):
-        files[name].write_text("".join(x.pair[side] + "\n" for x in drawn))
-    lines = (" ".join(f"{i}-{j}" for i, j in sorted(x.links)) for x in drawn)
-    files["alignments"].write_text("".join(line + "\n" for line in lines))
+        models.append(str(tmp_path / f"{number}.pt"))
+        checkpoint.save(tmp_path / f"{number}.pt", config, build(config), tokenizer)
     options = [part for name, file in files.items() for part in (f"--{name}", str(file))]
     module = example("paths")
-    assert module.main([*models, *options]) == 0
-    first, _, *rows = capsys.readouterr().out.splitlines()
-    assert first.startswith("| distance | 0–4 | 5–9 |") and len(rows) == 2
-    none, general = ([float(x.strip(" %")) for x in row.split("|")[2:6]] for row in rows)
-    assert all(0 < x < 60 for x in none + general)
-    # Without attention a loss reaches the source by its ends alone: near words get the most.
-    assert none[0] > general[0]
+    capsys.readouterr()
+    assert module.main([*models, *options, "--plot", str(tmp_path / "paths.png")]) == 0
+    assert (tmp_path / "paths.png").read_bytes().startswith(b"\x89PNG")
+    by_steps, by_index, past = (x.splitlines() for x in capsys.readouterr().out.split("\n\n"))
+    assert by_steps[0].startswith("| encoder steps | 0–2 |")
+    assert by_index[0].startswith("| target index | 0–4 |")
+    shares = {row.split("|")[1].strip(): row.split("|")[2:] for row in past[2:]}
+    assert [x.strip() for x in shares["initial"][:2]] == ["2", "0 % (0–0)"]
+    assert all(0 < int(shares[x][1].strip(" %")) <= 100 for x in ("none", "general", "coverage"))
+    first, last = (float(x) for x in by_steps[2].split("|")[2:7:4])
+    assert first > last  # the encoder's nearer end alone passes gradients on
     assert module.main([*models, *options[:4], "--alignments", str(files["source"])]) == 2
     assert "expected links such as 0-0 1-2" in capsys.readouterr().err
 
