@@ -47,12 +47,12 @@ class Span:
     p_i is the position of row i among the keys, the argument ``position`` of the calls:
 
     ==============================  =========================================================
-    None                            p_i = i
+    None                            p_i = i: Luong's local-m
     a number n                      p_i = n + i: rows from the n-th on, a decoder's n-th step
     ``"end"``                       p_i = i + Tk − Tq: the last row at the last key
-    ``"diagonal"``                  p_i = i · S / Tq, S the sequence's length: Luong's local-m
+    ``"diagonal"``                  p_i = i · S / Tq, S the sequence's length
     a tensor                        ``[Tq]``, ``[B, Tq]`` or ``[B, H, Tq]``, integers or
-                                    floating point: Luong's local-p
+                                    floating point, such as predicted ones
     ==============================  =========================================================
 
     A stride that is not fixed needs one of the first three. A dilated window of radius r is
