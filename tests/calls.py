@@ -193,7 +193,7 @@ def kinds() -> dict[str, dict[str, Any]]:
         },
         "LocationAwareAttention": {
             "attn_dim": A, "num_filters": 2, "width": 3, "channels": "both", "bias": True,
-            "activation": "tanh", "normalisation": "sigmoid",
+            "initial_weights": "uniform", "activation": "tanh", "normalisation": "sigmoid",
         },
         "ForwardAttention": {
             "attn_dim": A, "num_filters": 2, "width": 3, "channels": "previous", "bias": True,

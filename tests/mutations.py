@@ -445,6 +445,10 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
             ('"coverage" if self.channels == "coverage" else "previous"', '"previous"'),
         ],
         "LocationAwareAttention.__init__": [('1 + (channels == "both")', "1")],
+        "LocationAwareAttention.start": [
+            ("visible = visible * length_mask(memory.lengths, visible.shape[-1], visible)", "pass"),
+            ("coverage=first, previous=first", "previous=first"),
+        ],
     },
     ("attnfast/nn/local.py", "tests/test_local.py"): {
         "SpanState.after": [("self._replace(rows=self.rows + rows)", "self")],

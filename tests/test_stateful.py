@@ -31,6 +31,10 @@ def modules():
         "location": LocationAwareAttention(Q, K, A, 5, 3),
         "location, coverage": LocationAwareAttention(Q, K, A, 5, 3, channels="coverage"),
         "location, both": LocationAwareAttention(Q, K, A, 5, 3, channels="both"),
+        "location, uniform": LocationAwareAttention(Q, K, A, 5, 3, initial_weights="uniform"),
+        "both, uniform": LocationAwareAttention(
+            Q, K, A, 5, 3, channels="both", initial_weights="uniform"
+        ),
         "location, relu": LocationAwareAttention(Q, K, A, 5, 3, activation="relu"),
         "fertility, leaky": CoverageAttention(Q, K, A, fertility=2.0, activation="leaky_relu"),
         "penalty, sigmoid": CoverageAttention(Q, K, A, penalty=0.7, normalisation="sigmoid"),
@@ -59,6 +63,8 @@ def by_hand(module, query, source):
     visible = torch.arange(TK) < LENGTHS[:, None]
     q, k = module.query_proj(query), module.key_proj(source)
     coverage = previous = source.new_zeros(B, TK)
+    if getattr(module, "initial_weights", "zeros") == "uniform":
+        coverage = previous = visible / LENGTHS[:, None].double()
     forward = isinstance(module, ForwardAttention)
     if forward:
         previous = F.one_hot(torch.zeros(B, dtype=torch.long), TK).double()

@@ -22,7 +22,7 @@ from attnfast.decoding import Memory, attend_with_history, check_memory
 from attnfast.functional import logarithm
 from attnfast.nn._linear import weight_of
 from attnfast.nn.attention import _Attention, check_sizes, check_target_mask
-from attnfast.ops.arguments import check_activation
+from attnfast.ops.arguments import check_activation, length_mask
 from attnfast.ops.coverage import NORMALISATIONS
 from attnfast.ops.span import check_form
 
@@ -316,11 +316,13 @@ class LocationAwareAttention(HistoryAttention):
         channels: the input of the filters: ``"previous"``, the last weights (Chorowski et al.);
             ``"coverage"``, the sum of all weights; ``"both"``, on two channels (Tacotron 2).
         bias: give the query projection a bias.
+        initial_weights: α_0, the weights before the first row: ``"zeros"``, or ``"uniform"`` over
+            the keys of a sequence, as in ESPnet and SpeechBrain; C_0 is the same.
         activation, normalisation, backend: as in :func:`attnfast.coverage_attention`;
             Chorowski et al. smooth the weights with ``normalisation="sigmoid"``.
 
     Raises:
-        ValueError: an even width, or unknown ``channels``.
+        ValueError: an even width, unknown ``channels`` or ``initial_weights``.
 
     Papers: Chorowski et al., NeurIPS 2015, arXiv:1506.07503; Shen et al., "Natural TTS Synthesis by
     Conditioning WaveNet on Mel Spectrogram Predictions", ICASSP 2018, arXiv:1712.05884.
@@ -345,6 +347,7 @@ class LocationAwareAttention(HistoryAttention):
         *,
         channels: str = "previous",
         bias: bool = True,
+        initial_weights: str = "zeros",
         activation: str = "tanh",
         normalisation: str = "softmax",
         backend: str | None = None,
@@ -354,10 +357,11 @@ class LocationAwareAttention(HistoryAttention):
             normalisation=normalisation, backend=backend,
         )  # fmt: skip
         check_choice("channels", channels, ("previous", "coverage", "both"))
+        check_choice("initial_weights", initial_weights, ("zeros", "uniform"))
         check_int("num_filters", num_filters, 0)
         if not is_int(width) or width < 1 or width % 2 == 0:
             raise_value_error("width", "odd and at least 1", describe(width))
-        self.channels = channels
+        self.channels, self.initial_weights = channels, initial_weights
         self.location_conv = self.location_proj = None
         if num_filters:
             self.location_conv = nn.Conv1d(1 + (channels == "both"), num_filters, width, bias=False)
@@ -372,6 +376,23 @@ class LocationAwareAttention(HistoryAttention):
             "channels": "coverage" if self.channels == "coverage" else "previous",
             "projection": weight_of(self.location_proj),
         }
+
+    def start(self, memory: Memory) -> CumulativeState:
+        """Return the history before the first row, with the initial weights.
+
+        Raises:
+            TypeError: ``memory`` is not from :meth:`prepare`.
+        """
+        history = super().start(memory)
+        if self.initial_weights == "zeros":
+            return history
+        visible = torch.ones_like(history.previous)
+        if memory.lengths is not None:
+            visible = visible * length_mask(memory.lengths, visible.shape[-1], visible)
+        if memory.mask is not None:
+            visible = visible * memory.mask.squeeze(-2)
+        first = visible / visible.sum(-1, keepdim=True).clamp_min(1)
+        return history._replace(coverage=first, previous=first)
 
 
 class ForwardAttention(LocationAwareAttention):
