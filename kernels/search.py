@@ -143,14 +143,14 @@ def _continue_beam(
 
     ``steps`` are words, scores and parents of every step and row; ``row`` the total of a row, the
     row that it continues and the word that it reads; ``sentence`` whether it has ended, whether
-    with NaN, how many finished, the best score of these, and the length of what never finished;
+    with NaN, how many finished, the best score of these, and the length of the others when it ended;
     ``final`` the score, the parent and the score of the last word of what ends with a step.
     """
     acc: tl.constexpr = p_lse.dtype.element_ty
     p_best, p_word = best
     p_words, p_scores, p_parents = steps
     p_total, p_row, p_read = row
-    p_ended, p_is_nan, p_num_finished, p_best_finished, p_unfinished = sentence
+    p_ended, p_is_nan, p_num_finished, p_best_finished, p_length = sentence
     K, C, R, Tk = sizes
     i_b, t = tl.program_id(0).to(tl.int64), tl.load(p_t)
     first = i_b * K
@@ -207,7 +207,7 @@ def _continue_beam(
         if ends | has_nan:
             tl.store(p_ended + i_b, 1)
             tl.store(p_is_nan + i_b, has_nan.to(tl.int8))
-            tl.store(p_unfinished + i_b, tl.where(num_finished == 0, t, -1))
+            tl.store(p_length + i_b, t)
         else:
             o_step = t * R + first
             m_none = (o_r < K) & (o_r >= num_going)
@@ -295,7 +295,7 @@ class Beam(NamedTuple):
         is_nan: whether with NaN, ``[B]``.
         num_finished: the number of its finished hypotheses, ``[B]``.
         best_finished: the best score of these, ``[B]``.
-        unfinished: the length of its result if no hypothesis finished, −1 otherwise, ``[B]``.
+        length: of its unfinished hypotheses when it ended, ``[B]``.
         final: the scores of those that finish with a step, ``[T, B, K]``.
         final_slot: the slots that these continue, ``[T, B, K]``.
         final_score: the scores of their ends, ``[T, B, K]``.
@@ -310,7 +310,7 @@ class Beam(NamedTuple):
     is_nan: Tensor
     num_finished: Tensor
     best_finished: Tensor
-    unfinished: Tensor
+    length: Tensor
     final: Tensor
     final_slot: Tensor
     final_score: Tensor
@@ -378,7 +378,7 @@ def continue_beam(
         _continue_beam[(R // K,)](
             (logits, logits.stride(0)), lse, (scores, words), steps.t, steps[:3],
             (beam.total, beam.row, beam.read),
-            (beam.ended, beam.is_nan, beam.num_finished, beam.best_finished, beam.unfinished),
+            (beam.ended, beam.is_nan, beam.num_finished, beam.best_finished, beam.length),
             (beam.final, beam.final_slot, beam.final_score), covered, (K, C, R, Tk), call.end,
             call.begin, _pair(call.length_penalty), _pair(call.coverage_penalty), BC=BC,
             BR=triton.next_power_of_2(2 * K), BK=32,

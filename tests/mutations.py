@@ -581,7 +581,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         "_continue_beam": [
             ("m_end & (o_r < K)", "m_end"),
             ("b_final = b_best / norm", "b_final = b_best"),
-            ("tl.where(num_finished == 0, t, -1)", "t"),
+            ("tl.store(p_length + i_b, t)", "pass"),
             ("num_finished >= K", "num_finished > K"),
             ("coverage_penalty, acc) * b_lost", "coverage_penalty, acc)"),
         ],

@@ -198,7 +198,7 @@ def test_beams(kind, beam, backend):
 
 
 @pytest.mark.parametrize("draws", [(), ("numbers",)])
-def test_blocks_of_a_large_vocabulary(draws, monkeypatch):
+def test_triton_reads_a_vocabulary_in_blocks(draws, monkeypatch):
     served("triton")
     from attnfast.kernels import search as kernels
 

@@ -260,7 +260,7 @@ class _BeamSearch(_SearchState):
                 exists &= call.mask.squeeze(1)
         self.beam = self.kernels.Beam(
             total.flatten(), self.long(self.R), self.word, self.ended, self.is_nan,
-            self.long(B), like.new_full((B,), -math.inf), self.long(B) - 1,
+            self.long(B), like.new_full((B,), -math.inf), self.long(B),
             like.new_full((T, B, K), -math.inf), self.long(T, B, K), like.new_zeros(T, B, K),
             covered, exists,
         )  # fmt: skip
@@ -288,7 +288,7 @@ class _BeamSearch(_SearchState):
         rank = torch.arange(N, device=self.device)
         exists = rank < beam.num_finished.unsqueeze(1)
         # The first hypothesis is the result where none could end.
-        unfinished = beam.unfinished.unsqueeze(1).clamp_min(0) * (rank == 0)
+        unfinished = beam.length.unsqueeze(1) * (rank == 0)
         lengths = torch.where(exists, index // self.K + 1, unfinished)
         last = last.masked_fill(~exists, math.nan)
         return self.as_outputs(lengths, slots.masked_fill(~exists, 0), scores, last)
