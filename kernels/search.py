@@ -25,8 +25,9 @@ from attnfast.ops.search import LEAST_COVERAGE as _LEAST_COVERAGE
 from attnfast.ops.search import SearchInputs
 
 LEAST_COVERAGE = tl.constexpr(_LEAST_COVERAGE)
-#: The largest shift: finite, so that ∞ less the shift is ∞ instead of NaN.
+#: The largest shifts in float32 and float64: finite, so that ∞ less a shift is ∞ instead of NaN.
 MOST_SHIFT = tl.constexpr(3e38)
+MOST_SHIFT_OF_64 = tl.constexpr(1e308)
 #: The most words of the vocabulary that a program reads at a time.
 MOST_WORDS = 4096
 
@@ -41,22 +42,22 @@ def _load_scores(p_x, p_mask, o_w, m_w, acc: tl.constexpr):
 
 
 @triton.jit
-def _forbid_repeats(p_x, p_history, t, NGRAM: tl.constexpr, BT: tl.constexpr):
+def _forbid_repeats(p_x, p_history, t, n, BT: tl.constexpr):
     """Store −inf as the scores of words that would repeat an n-gram of the first ``t`` words."""
     for i in range(0, t, BT):
         o_i = i + tl.arange(0, BT)
-        m_i = o_i + NGRAM <= t
-        for j in tl.static_range(NGRAM - 1):
-            last = tl.load(p_history + t - NGRAM + 1 + j, mask=t >= NGRAM, other=-1)
+        m_i = o_i + n <= t
+        for j in range(n - 1):
+            last = tl.load(p_history + t - n + 1 + j, mask=t >= n, other=-1)
             m_i = m_i & (tl.load(p_history + o_i + j, mask=m_i, other=-1) == last)
-        b_word = tl.load(p_history + o_i + NGRAM - 1, mask=m_i, other=0)
+        b_word = tl.load(p_history + o_i + n - 1, mask=m_i, other=0)
         tl.store(p_x + b_word, tl.full([BT], -float("inf"), p_x.dtype.element_ty), mask=m_i)
 
 
 @triton.jit
 def _score_words(
     x, p_mask, s_mask, prefix, p_limits, p_t, p_history, p_lse, best, p_out, bonus, sizes, end,
-    min_length, NGRAM: tl.constexpr, BEST: tl.constexpr, BW: tl.constexpr,
+    min_length, ngram, BEST: tl.constexpr, BW: tl.constexpr,
 ):  # fmt: skip
     """Compute log P of the words that may follow a row, or store only its best candidates.
 
@@ -64,6 +65,7 @@ def _score_words(
     ``BEST`` of every ``BW`` words. In a row with NaN or infinity, ``lse`` is NaN.
     """
     acc: tl.constexpr = p_lse.dtype.element_ty
+    MOST: tl.constexpr = MOST_SHIFT_OF_64 if acc == tl.float64 else MOST_SHIFT
     K, V, T = sizes
     i_row = tl.program_id(0).to(tl.int64)
     i_b, t = i_row // K, tl.load(p_t)
@@ -76,11 +78,11 @@ def _score_words(
         o_w = w + tl.arange(0, BW)
         b_x = _load_scores(p_x, p_mask, o_w, o_w < V, acc)
         b_max = tl.maximum(b_top, b_x)
-        b_shift = tl.where(b_max == -float("inf"), 0, tl.minimum(b_max, MOST_SHIFT))
+        b_shift = tl.where(b_max == -float("inf"), 0, tl.minimum(b_max, MOST))
         b_sum = b_sum * tl.exp(b_top - b_shift) + tl.exp(b_x - b_shift)
         b_top = b_max
     top = tl.max(b_top, 0)
-    shift = tl.where(top == -float("inf"), 0, tl.minimum(top, MOST_SHIFT))
+    shift = tl.where(top == -float("inf"), 0, tl.minimum(top, MOST))
     total = tl.sum(b_sum * tl.exp(b_top - shift), 0)
     lse = shift + tl.log(tl.where(total == 0, 1, total))
     lse = tl.where(total < float("inf"), lse, float("nan"))
@@ -91,10 +93,10 @@ def _score_words(
         p_prefix, P = prefix
         forced = tl.load(p_prefix + i_b * P + t, mask=t < P, other=-1)
     is_last, is_short = tl.load(p_limits + i_b) <= t + 1, t < min_length
-    if NGRAM:
+    if p_history is not None:
         tl.debug_barrier()
         if forced < 0:
-            _forbid_repeats(p_x, p_history + i_row * T, t, NGRAM, 64)
+            _forbid_repeats(p_x, p_history + i_row * T, t, ngram, 64)
         tl.debug_barrier()
     for w in range(0, V, BW):
         o_w = w + tl.arange(0, BW)
@@ -143,7 +145,7 @@ def _continue_beam(
 
     ``steps`` are words, scores and parents of every step and row; ``row`` the total of a row, the
     row that it continues and the word that it reads; ``sentence`` whether it has ended, whether
-    with NaN, how many finished, the best score of these, and the length of the others when it ended;
+    with NaN, how many finished, the best score of these, and the length of the others then;
     ``final`` the score, the parent and the score of the last word of what ends with a step.
     """
     acc: tl.constexpr = p_lse.dtype.element_ty
@@ -188,13 +190,16 @@ def _continue_beam(
                 b_final += tl.where(b_slot == k, _scalar(coverage_penalty, acc) * b_lost, 0)
         m_end_now = m_end & (o_r < K)
         b_final = tl.where(m_end_now, b_final, -float("inf"))
+        num_finished = tl.load(p_num_finished + i_b) + tl.sum(m_end_now.to(tl.int64), 0)
+        best_finished = tl.maximum(tl.load(p_best_finished + i_b), tl.max(b_final, 0))
+        tl.debug_barrier()  # no thread stores what another has yet to load
+
         p_final, p_final_slot, p_final_score = final
         o_final = t * R + first + o_r
         tl.store(p_final + o_final, b_final, mask=o_r < K)
-        tl.store(p_final_slot + o_final, b_slot.to(tl.int64), mask=o_r < K)
+        b_end_slot = tl.where(m_end_now, b_slot, -1)
+        tl.store(p_final_slot + o_final, b_end_slot.to(tl.int64), mask=o_r < K)
         tl.store(p_final_score + o_final, b_x, mask=o_r < K)
-        num_finished = tl.load(p_num_finished + i_b) + tl.sum(m_end_now.to(tl.int64), 0)
-        best_finished = tl.maximum(tl.load(p_best_finished + i_b), tl.max(b_final, 0))
         tl.store(p_num_finished + i_b, num_finished)
         tl.store(p_best_finished + i_b, best_finished)
 
@@ -297,7 +302,7 @@ class Beam(NamedTuple):
         best_finished: the best score of these, ``[B]``.
         length: of its unfinished hypotheses when it ended, ``[B]``.
         final: the scores of those that finish with a step, ``[T, B, K]``.
-        final_slot: the slots that these continue, ``[T, B, K]``.
+        final_slot: the slots that these continue, −1 for those that do not finish, ``[T, B, K]``.
         final_score: the scores of their ends, ``[T, B, K]``.
         covered: the sum of a row's attention weights, ``[R, Tk]``, for a coverage penalty.
         exists: whether a key exists, ``[B, Tk]``.
@@ -318,8 +323,12 @@ class Beam(NamedTuple):
     exists: Tensor | None
 
 
-def _block_words(V: int) -> int:
-    return min(triton.next_power_of_2(V), MOST_WORDS)
+def _block_words(V: int, K: int = 0) -> int:
+    """Return the size of a block: a program chooses among 2**16 candidates of K rows at most."""
+    words = min(triton.next_power_of_2(V), MOST_WORDS)
+    while K * 2 * K * triton.cdiv(V, words) > 2**16 and words < V:
+        words *= 2
+    return words
 
 
 def find_candidates(
@@ -330,11 +339,12 @@ def find_candidates(
     ``history [R, T]`` has the words of each hypothesis so far, if n-grams may not repeat: logits of
     words that would repeat one become −∞.
     """
-    (R, V), BW = logits.shape, _block_words(logits.shape[1])
+    (R, V), BW = logits.shape, _block_words(logits.shape[1], call.beam)
     best = min(2 * call.beam, BW)  # of every block
     scores = logits.new_empty(R, triton.cdiv(V, BW) * best)
     words = torch.empty_like(scores, dtype=torch.int32)
-    return _score(logits, call, steps, history, best, (scores, words), None), scores, words
+    given = logits, call, steps, history, BW, best, (scores, words), None
+    return _score(*given), scores, words
 
 
 def log_probs(
@@ -342,24 +352,25 @@ def log_probs(
 ) -> tuple[Tensor, Tensor]:
     """Return log Σ e^x ``[R]`` and log P ``[R, V]``; ``history`` as in :func:`find_candidates`."""
     out = torch.empty_like(logits)
-    return _score(logits, call, steps, history, 0, None, out), out
+    BW = _block_words(logits.shape[1])
+    return _score(logits, call, steps, history, BW, 0, None, out), out
 
 
 def _score(
-    logits: Tensor, call: SearchInputs, steps: Steps, history: Tensor | None, best: int,
+    logits: Tensor, call: SearchInputs, steps: Steps, history: Tensor | None, BW: int, best: int,
     candidates: tuple[Tensor, Tensor] | None, out: Tensor | None,
 ) -> Tensor:  # fmt: skip
     (R, V), lse = logits.shape, logits.new_empty(len(logits))
-    mask, prefix, BW = call.word_mask, None, _block_words(V)
+    mask, prefix = call.word_mask, None
     if call.prefix is not None and call.prefix.shape[1]:
         prefix = call.prefix.contiguous(), call.prefix.shape[1]
     with torch.cuda.device_of(logits):
         _score_words[(R,)](
             (logits, logits.stride(0)), mask,
-            0 if mask is None or len(mask) == 1 else mask.stride(0), prefix, call.limits,
-            steps.t, history, lse, candidates, out, _pair(call.length_bonus),
-            (call.beam, V, len(steps.words)), call.end, call.min_length,
-            NGRAM=call.no_repeat_ngram, BEST=best, BW=BW, num_warps=8 if BW > 1024 else 4,
+            0 if mask is None or len(mask) == 1 else mask.stride(0), prefix,
+            call.limits.contiguous(), steps.t, history, lse, candidates, out,
+            _pair(call.length_bonus), (call.beam, V, len(steps.words)), call.end, call.min_length,
+            call.no_repeat_ngram, BEST=best, BW=BW, num_warps=8 if BW > 1024 else 4,
             **LAUNCH_OPTIONS,
         )  # fmt: skip
     return lse

@@ -577,11 +577,12 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
             ("tl.where(o_w == w + index,", "tl.where(o_w == index,"),
             ("p_word + o_best + r, w + index", "p_word + o_best + r, index"),
         ],
-        "_forbid_repeats": [("o_i + NGRAM <= t", "o_i + NGRAM < t")],
+        "_forbid_repeats": [("o_i + n <= t", "o_i + n < t")],
         "_continue_beam": [
             ("m_end & (o_r < K)", "m_end"),
             ("b_final = b_best / norm", "b_final = b_best"),
             ("tl.store(p_length + i_b, t)", "pass"),
+            ("tl.where(m_end_now, b_slot, -1)", "b_slot"),
             ("num_finished >= K", "num_finished > K"),
             ("coverage_penalty, acc) * b_lost", "coverage_penalty, acc)"),
         ],
@@ -1362,12 +1363,14 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
     ("attnfast/ops/backends.py", "tests/test_explain.py"): {
         "reasons_against": [("names[: names.index(chosen)]", "names")],
     },
-    ("attnfast/integrations/patch.py", "tests/test_replace_fallback.py"): {
-        "_is_as_it_was": [
+    ("attnfast/integrations/adapter.py", "tests/test_replace_fallback.py"): {
+        "is_as_it_was": [
             ("type(part) not in kinds", "False"),
             ('or own["_backward_hooks"]', ""),
             ('or "forward" in own', ""),
         ],
+    },
+    ("attnfast/integrations/patch.py", "tests/test_replace_fallback.py"): {
         "_own_code_reason": [
             ("is_transformed() or has_global_hooks()", "is_transformed()"),
             ("if torch.jit.is_tracing():", "if False:"),

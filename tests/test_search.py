@@ -197,6 +197,36 @@ def test_beams(kind, beam, backend):
     assert len({len(row) for row in rows}) > 2
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered")  # by Triton's interpreter
+def test_extreme_arguments(backend):
+    """Strided limits, n-grams of more words than memory, logits and scores beyond float32."""
+    served(backend)
+    case = Case("gru", None, "tanh", B=3, T=5, dtype=torch.float64)
+    args = call("attend_first", case, V=20, beam=2, n_best=2)
+    limits = torch.tensor([[5, 0], [3, 0], [1, 0]])[:, 0]
+    last = torch.zeros(20, dtype=torch.float64)
+    last[5] = 1e39
+    for more in (
+        {"limits": limits}, {"no_repeat_ngram": 2**31 - 1}, {"bias_vocab": last},
+        {"length_penalty": -1748.0, "min_length": 3, "limits": torch.full((3,), 4)},
+    ):  # fmt: skip
+        given = args._replace(**more)
+        found, wanted = find(backend, given), reference_search.search(given)
+        for x, y in zip(found, wanted):
+            torch.testing.assert_close(x, y)
+
+
+def test_the_end_of_a_finished_sentence_is_read(backend):
+    """A draw after the end changes nothing, but its NaN is one of the sentence."""
+    served(backend)
+    case = Case("gru", None, "tanh", B=2, T=5, terms=("numbers",), dtype=torch.float64)
+    args = call("attend_first", case, V=6, beam=3, n_best=3)
+    args = args._replace(limits=torch.full((2,), 5))
+    args.embedding[3] = math.nan
+    found, wanted = find(backend, args), reference_search.search(args)
+    assert found.lengths.equal(wanted.lengths) and (found.lengths == -1).any()
+
+
 @pytest.mark.parametrize("draws", [(), ("numbers",)])
 def test_triton_reads_a_vocabulary_in_blocks(draws, monkeypatch):
     served("triton")

@@ -227,6 +227,31 @@ def adapter_serving(module: nn.Module) -> Adapter | None:
     return getattr(type(module), "_attnfast_adapter", None)
 
 
+def is_as_it_was(module: nn.Module, kinds: frozenset[type]) -> bool:
+    """Return whether the inner layers have the classes that were compared, and no hooks."""
+    for part in module._modules.values():
+        if part is None:
+            continue
+        own = vars(part)
+        if (
+            type(part) not in kinds
+            or own["_forward_hooks"]
+            or own["_forward_pre_hooks"]
+            or own["_backward_hooks"]
+            or own["_backward_pre_hooks"]
+            or "forward" in own
+            or (own["_modules"] and not is_as_it_was(part, kinds))
+        ):
+            return False
+    return True
+
+
+def was_exchanged(module: nn.Module) -> bool:
+    """Return whether a replaced module has inner layers of other classes than were compared."""
+    kinds = getattr(type(module), "_attnfast_kinds", None)
+    return kinds is not None and not is_as_it_was(module, kinds)
+
+
 def arguments(module: nn.Module, name: str = "forward") -> dict[str, inspect.Parameter]:
     """Return the parameters of a method of the module's own class, by name."""
     own = getattr(type(module), "_attnfast_own", type(module))

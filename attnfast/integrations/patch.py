@@ -14,7 +14,7 @@ from torch import nn
 
 from attnfast._utils.dispatch_log import record
 from attnfast._utils.torch_private import has_global_hooks, is_transformed
-from attnfast.integrations.adapter import Adapter, UnsupportedCall, adapter_serving
+from attnfast.integrations.adapter import Adapter, UnsupportedCall, adapter_serving, is_as_it_was
 from attnfast.integrations.cache import PLACE
 from attnfast.integrations.registry import ADAPTERS
 
@@ -94,25 +94,6 @@ def _copying(theirs: Callable[..., Any]) -> Callable[..., Any]:
     return method
 
 
-def _is_as_it_was(module: nn.Module, kinds: frozenset[type]) -> bool:
-    """Return whether the inner layers have the classes that were compared, and no hooks."""
-    for part in module._modules.values():
-        if part is None:
-            continue
-        own = vars(part)
-        if (
-            type(part) not in kinds
-            or own["_forward_hooks"]
-            or own["_forward_pre_hooks"]
-            or own["_backward_hooks"]
-            or own["_backward_pre_hooks"]
-            or "forward" in own
-            or (own["_modules"] and not _is_as_it_was(part, kinds))
-        ):
-            return False
-    return True
-
-
 def _own_code_reason(module: Any) -> str:
     """Return why the module's own code computes a call, or an empty string."""
     if torch.jit.is_tracing():
@@ -123,7 +104,7 @@ def _own_code_reason(module: Any) -> str:
     elif is_transformed() or has_global_hooks():
         return "torch.func, forward mode or a hook on all modules is active"
     kinds = module._attnfast_kinds
-    if kinds is None or _is_as_it_was(module, kinds):
+    if kinds is None or is_as_it_was(module, kinds):
         return ""
     return "an inner layer has hooks or was exchanged since replace()"
 

@@ -23,7 +23,7 @@ from attnfast._utils.checks import (
 from attnfast.decoding import Memory
 from attnfast.decoding._constraints import Constraints
 from attnfast.functional import copy_distribution
-from attnfast.integrations.adapter import UnsupportedCall, adapter_serving
+from attnfast.integrations.adapter import UnsupportedCall, adapter_serving, was_exchanged
 from attnfast.integrations.fused_decoders import (
     fusion_skip_reason,
     is_plain_table,
@@ -45,6 +45,11 @@ __all__ = ["DecoderParts", "SearchModel", "find_words", "make_search_model"]
 
 #: The cells whose parameters may be used without calling them.
 CELLS = nn.RNNCell, nn.GRUCell, nn.LSTMCell
+
+
+def home_of(module: nn.Module) -> str:
+    """Return the package of a module's class, as its project has it."""
+    return getattr(type(module), "_attnfast_own", type(module)).__module__.partition(".")[0]
 
 
 class DecoderParts(NamedTuple):
@@ -85,9 +90,15 @@ class DecoderParts(NamedTuple):
 
     def skip_reason(self) -> str:
         """Return why calling the modules may differ from using their parameters, or ""."""
+        project = home_of(self.decoder)
         for part in (*self.decoder.modules(), self.embedding, self.output, *self.wrappers):
+            name = type(part).__name__
             if not is_plain(part, type(part)):
-                return f"its {type(part).__name__} has hooks or a forward of its own"
+                return f"its {name} has hooks or a forward of its own"
+            if adapter_serving(part) is None and home_of(part) not in ("torch", project):
+                return f"its {name} is no module of torch.nn or of the project"
+            if was_exchanged(part):
+                return f"an inner layer of its {name} has hooks or was exchanged since replace()"
         if not is_plain_table(self.embedding) or not is_plain(self.output, nn.Linear):
             return "its embedding or output layer is no plain module of torch.nn"
         if self.output.out_features != self.embedding.num_embeddings:
@@ -274,7 +285,8 @@ class SearchModel:
         else:
             check_array("source", source, "int64 or int32", ("B", "Tk"))
         check_numbers("lengths", lengths, len(source), 1, source.shape[1], "source")
-        if any(x.training for x in (self.decoder, *self.modules)):
+        inner = (x for module in (self.decoder, *self.modules) for x in module.modules())
+        if any(x.training for x in inner):
             raise InputError("model must be in evaluation mode: call eval() first")
         if not len(source):
             raise InputError(argument_message("source", "of one sentence at least", "none"))
@@ -282,6 +294,8 @@ class SearchModel:
             parts, memory, state = self._encode(source, lengths, self.decoder, *self.modules)
         except UnsupportedCall as error:
             raise InputError(f"model cannot be searched with: {error}") from None
+        except RuntimeError as error:  # PyTorch's, of shapes or dtypes
+            raise InputError(f"source and modules must fit each other: {error}") from error
         if reason := parts.skip_reason():
             raise InputError(f"model cannot be searched with: {reason}")
         words, Tk = None, memory.key.shape[1]

@@ -80,7 +80,7 @@ def next_words(
     """Return the log-probabilities of all words, and the state after the step."""
     logits, state = score_words(call, made, x)
     if call.word_mask is not None:
-        several = len(logits) // len(call.word_mask)  # rows of a mask
+        several = len(logits) // max(len(call.word_mask), 1)  # rows of a mask
         mask = call.word_mask.unsqueeze(1).expand(-1, several, -1).flatten(0, 1)
         logits = logits.masked_fill(~mask, -math.inf)
     none = (logits == -math.inf).all(-1, keepdim=True)

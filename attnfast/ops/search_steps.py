@@ -132,7 +132,8 @@ class _SearchState:
         self.state = {name: x.clone() for name, x in state.items() if x is not None}
         self.ended = call.limits <= 0
         self.is_nan = torch.zeros_like(self.ended)
-        self.history = self.long(self.R, T) if call.no_repeat_ngram else None
+        # An n-gram of more words than a sentence has never repeats.
+        self.history = self.long(self.R, T) if 0 < call.no_repeat_ngram <= T else None
         self.weights = like.new_zeros(T, self.R, self.Tk) if call.need_weights else None
 
     def long(self, *shape: int) -> Tensor:
@@ -149,9 +150,11 @@ class _SearchState:
     def run(self) -> None:
         """Take steps until all sentences have ended."""
         graph = None
-        captures = self.device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
+        on_gpu = self.device.type == "cuda"
+        captured = on_gpu and torch.cuda.is_current_stream_capturing()  # in a graph of the caller
+        captures = on_gpu and not captured
         for t in range(self.T):
-            if t and t % STEPS_PER_SYNC == 0 and bool(self.ended.all()):
+            if t and t % STEPS_PER_SYNC == 0 and not captured and bool(self.ended.all()):
                 return
             if captures and t == 1:
                 graph = _capture(self.step)
@@ -261,7 +264,7 @@ class _BeamSearch(_SearchState):
         self.beam = self.kernels.Beam(
             total.flatten(), self.long(self.R), self.word, self.ended, self.is_nan,
             self.long(B), like.new_full((B,), -math.inf), self.long(B),
-            like.new_full((T, B, K), -math.inf), self.long(T, B, K), like.new_zeros(T, B, K),
+            like.new_full((T, B, K), -math.inf), self.long(T, B, K) - 1, like.new_zeros(T, B, K),
             covered, exists,
         )  # fmt: skip
 
@@ -280,8 +283,12 @@ class _BeamSearch(_SearchState):
         if not self.T:
             lengths = self.long(self.B, N)
             return self.as_outputs(lengths, lengths, beam.total.new_full((self.B, N), -math.inf))
-        scores, index = of_sentences(beam.final).sort(dim=-1, descending=True, stable=True)
-        scores, index = scores[:, :N], index[:, :N]
+        # Of the hypotheses with a score of −∞, too, those that exist are first.
+        exists = of_sentences(beam.final_slot) >= 0
+        first = exists.int().sort(dim=-1, descending=True, stable=True).indices
+        scores = of_sentences(beam.final).gather(1, first)
+        scores, order = scores.sort(dim=-1, descending=True, stable=True)
+        scores, index = scores[:, :N], first.gather(1, order[:, :N])
         slots, last = (
             of_sentences(x).gather(1, index) for x in (beam.final_slot, beam.final_score)
         )
@@ -323,7 +330,7 @@ class _Sampling(_SearchState):
         self.total.masked_fill_(stuck, -math.inf)
         self.lengths += says
         self.done |= stuck | (says & (words == call.end))
-        self.word.copy_(torch.where(self.done, call.begin, words).flatten())
+        self.word.copy_(torch.where(says, words, self.word.view_as(words)).flatten())
         self.is_nan |= is_nan
         self.ended |= is_nan | self.done.all(-1)
 

@@ -262,7 +262,7 @@ def test_a_gate_is_for_single_steps():
     images = source[:, :6].unflatten(1, (2, 3))
     torch.testing.assert_close(beam_search(model, images, lengths - 1, **words), flat)
     done = str(attnfast.explain(beam_search, model, source, lengths, **words))
-    assert "beam search: step by step\n    the operator of searches has no gate on" in done
+    assert "beam search: step by step\n    the operator supports no gate on" in done
 
 
 # ---- a project's own calls ----------------------------------------------------------------------
@@ -336,8 +336,11 @@ def test_speechbrains_modules_are_named():
         make_search_model(decoder, linear)
     linear.max_norm = 1.0
     for modules, reason in (
-        ((embedding, decoder, linear), "its linear layer is no nn.Linear, or has a maximum norm"),
-        ((embedding, decoder, nn.Sequential(linear.w)), "its linear layer is no nn.Linear"),
+        (
+            (embedding, decoder, linear),
+            "its linear layer is no plain nn.Linear, or has a maximum norm",
+        ),
+        ((embedding, decoder, nn.Sequential(linear.w)), "its linear layer is no plain nn.Linear"),
         ((nn.Sequential(embedding), decoder, linear.w), "its embedding or output layer is no"),
     ):
         with pytest.raises(InputError, match=f"model cannot be searched with: {reason}"):
@@ -355,9 +358,61 @@ def test_espnets_higher_layers_are_refused():
 def test_another_cell_is_refused():
     _, [head], source, words = made("clovaai")
     head.attention_cell.rnn.__class__ = type("LSTMCell", (nn.LSTMCell,), {})
-    reason = "its recurrent layer or cell is no plain module of torch.nn"
+    reason = "an inner layer of its AttentionCell has hooks or was exchanged"
     with pytest.raises(InputError, match=f"model cannot be searched with: {reason}"):
         greedy_search(make_search_model(head), *source, **words)
+
+
+class LowRank(nn.Module):
+    """A linear layer and a change of low rank, with the weight of the layer alone."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer, self.change = layer, nn.Linear(layer.in_features, layer.out_features)
+
+    @property
+    def weight(self):
+        return self.layer.weight
+
+    @property
+    def bias(self):
+        return self.layer.bias
+
+    def forward(self, x):
+        return self.layer(x) + self.change(x)
+
+
+def test_other_layers_are_refused():
+    """A module with a weight need not compute with the weight alone."""
+    _, modules, source, words = made("SpeechBrain, location, gru")
+    model, [decoder] = make_search_model(*modules), [x for x in modules if hasattr(x, "proj")]
+    decoder.proj = LowRank(decoder.proj).eval()
+    with pytest.raises(
+        InputError, match=r"its LowRank is no module of torch\.nn or of the project"
+    ):
+        greedy_search(model, *source, **words)
+    _, [decoder], source, words = made("sgrvinod")
+    model = make_search_model(decoder)
+    decoder.sigmoid = nn.Tanh().eval()
+    with pytest.raises(InputError, match=r"its gate is no nn\.Sigmoid"):
+        greedy_search(model, *source, **words)
+    decoder.sigmoid, decoder.attention.relu = nn.Sigmoid().eval(), nn.LeakyReLU().eval()
+    with pytest.raises(InputError, match=r"an inner layer of its Attention .*was exchanged"):
+        greedy_search(model, *source, **words)
+
+
+def test_inner_modules_are_in_evaluation_mode():
+    _, [decoder], source, words = made("sgrvinod")
+    model = make_search_model(decoder)
+    decoder.dropout.train()
+    with pytest.raises(InputError, match="model must be in evaluation mode"):
+        greedy_search(model, *source, **words)
+
+
+def test_modules_that_do_not_fit_are_named():
+    _, [decoder], (states, lengths), words = made("ESPnet, AttAdd")
+    with pytest.raises(InputError, match="source and modules must fit each other: "):
+        greedy_search(make_search_model(decoder), states[..., :-1], lengths, **words)
 
 
 def test_yoyodynes_other_tables_are_refused():

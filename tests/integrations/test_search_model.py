@@ -401,7 +401,7 @@ def test_other_parts_are_refused():
         greedy_search(model, SOURCE, LENGTHS, **IDS)
     _, served = made("OpenNMT")
     model = make_search_model(served)
-    served.generator = nn.Linear(16, V - 1).double()
+    served.generator = nn.Linear(16, V - 1).double().eval()
     with pytest.raises(InputError, match="it scores more or fewer words than it embeds"):
         greedy_search(model, SOURCE, LENGTHS, **IDS)
     served.generator = nn.Sequential(nn.Linear(16, V)).eval()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 from attnfast.decoding import Memory
@@ -51,6 +52,8 @@ def memory_of(attention, source):
 def encode(states, lengths, decoder):
     """Return the decoder's parts, the memory of encoded images and the first state."""
     check_all_visible(states, lengths)
+    if not isinstance(decoder.sigmoid, nn.Sigmoid):
+        raise UnsupportedCall("its gate is no nn.Sigmoid")
     attention, layer = decoder.attention, Layer.of_cells(decoder.decode_step)
     parts = DecoderParts(
         layer, attention.decoder_att, decoder.embedding, decoder.fc, decoder,
