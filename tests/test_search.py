@@ -190,8 +190,9 @@ def test_says_what_the_oracle_says(mode, kind, backend):
 def test_beams(kind, beam, backend):
     served(backend)
     rows, options = [], BEAMS[beam]
+    B, T = (3, 4) if beam == "wide" else (9, 7)
     for mode, V, terms in (("gru", 50, TERMS), ("lstm", 6, ()), ("tanh", 700, STACKED)):
-        case = Case(mode, None, "tanh", B=9, T=7, terms=terms, dtype=torch.float64, seed=V)
+        case = Case(mode, None, "tanh", B=B, T=T, terms=terms, dtype=torch.float64, seed=V)
         rows += judge(kind, case, backend, V=V, **options)
     assert len(set(rows)) > 8
     assert len({len(row) for row in rows}) > 2
@@ -389,7 +390,8 @@ def test_draws(beam, how, backend):
 def test_fuzz(seed, backend):
     served(backend)
     draw = random.Random(seed)
-    for _ in range(16 if backend == "cpu" else 5):
+    interpreted = backend == "triton" and not torch.cuda.is_available()
+    for _ in range(2 if interpreted else 16):
         size = lambda *most: draw.randint(1, draw.choice(most))  # noqa: E731
         terms = tuple(x for x in (*STACKED, "words", "prefix", "copying") if draw.random() < 0.5)
         case = Case(
@@ -603,7 +605,7 @@ def test_invalid_calls(backend):
     """What the operator's check refuses the compiled operator refuses, and nothing else."""
     served(backend)
     draw, counts = random.Random(0), [0, 0]
-    calls = 400 if backend == "cpu" else 80
+    calls = 400 if backend == "cpu" else 60
     for seed in range(calls):
         kind = draw.choice(KINDS)
         terms = tuple(x for x in STACKED if draw.random() < 0.6)
