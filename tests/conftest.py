@@ -28,7 +28,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 #: Files of whose tables Triton's interpreter runs a quarter; the oldest Triton runs all. Of tests
-#: of searches, the interpreter runs a seventh: most options, not with every kind of layer.
+#: of searches, the interpreter runs a fifth: every option, not with every kind of layer.
 TABLES = ("test_attention", "test_coverage", "test_statistics")
 #: The files that take longest, for two workers to begin with: neither waits for them at the end.
 LONGEST = (
@@ -45,7 +45,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     slow = [x for x in items if x.path.stem in TABLES and x.name.startswith("test_table[triton")]
     left_out = [x for i, x in enumerate(slow) if i % 4]
     slow = [x for x in items if x.path.stem == "test_search" and "triton-" in x.name]
-    left_out += [x for i, x in enumerate(slow) if i % 7]
+    left_out += [x for i, x in enumerate(slow) if i % 5]
     config.hook.pytest_deselected(items=left_out)
     for item in left_out:
         items.remove(item)

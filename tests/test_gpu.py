@@ -251,7 +251,7 @@ def test_a_search_is_one_graph(attention, how):
     with torch.no_grad():
         for x in model.parameters():
             x.mul_(2)
-    source, lengths = torch.randint(4, 70, (4, 7)), torch.full((4,), 7)  # in one encoder of each
+    source, lengths = torch.randint(4, 70, (2, 7)), torch.full((2,), 7)  # in one encoder of each
     more = {"need_weights": True, "min_length": 2, "no_repeat_ngram": 2, "max_length": 12}
     find, sources = SEARCHES[how], (source, lengths)
     want = find(model, *sources, **more)
