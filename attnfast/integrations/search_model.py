@@ -294,6 +294,8 @@ class SearchModel:
             parts, memory, state = self._encode(source, lengths, self.decoder, *self.modules)
         except UnsupportedCall as error:
             raise InputError(f"model cannot be searched with: {error}") from None
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:  # PyTorch's, of shapes or dtypes
             raise InputError(f"source and modules must fit each other: {error}") from error
         if reason := parts.skip_reason():

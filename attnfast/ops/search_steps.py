@@ -119,7 +119,7 @@ class _SearchState:
         self.steps = kernels.Steps(
             self.long(T, self.R), like.new_zeros(T, self.R), self.long(T, self.R), self.long(1)
         )
-        # What the next step reads.
+        # The words that the next step reads.
         self.word = self.long(self.R) + call.begin
         state: dict[str, Tensor | None] = {
             name: getattr(self.call, name) for name in ("hidden", "cell", "coverage", "previous")
@@ -283,7 +283,7 @@ class _BeamSearch(_SearchState):
         if not self.T:
             lengths = self.long(self.B, N)
             return self.as_outputs(lengths, lengths, beam.total.new_full((self.B, N), -math.inf))
-        # Of the hypotheses with a score of −∞, too, those that exist are first.
+        # A hypothesis may have a score of −∞: those that exist precede empty places.
         exists = of_sentences(beam.final_slot) >= 0
         first = exists.int().sort(dim=-1, descending=True, stable=True).indices
         scores = of_sentences(beam.final).gather(1, first)
