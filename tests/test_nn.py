@@ -27,6 +27,7 @@ def modules():
         "scaled_dot": LuongAttention(K, K, "scaled_dot"),
         "cosine": LuongAttention(K, K, "cosine"),
         "general": LuongAttention(Q, K, "general"),
+        "scaled_general": LuongAttention(Q, K, "scaled_general"),
         "concat": LuongAttention(Q, K, "concat", A),
         "heads, dot": MultiHeadAttention(Q, K, A, H),
         "heads, additive": MultiHeadAttention(Q, K, A, H, "additive"),
@@ -85,7 +86,14 @@ def by_hand(module, query, source, values=None):
 
 
 @pytest.mark.parametrize(
-    ("name", "scale"), [("dot", 1.0), ("scaled_dot", K**-0.5), ("heads, dot", (A // H) ** -0.5)]
+    ("name", "scale"),
+    [
+        ("dot", 1.0),
+        ("scaled_dot", K**-0.5),
+        ("general", 1.0),
+        ("scaled_general", Q**-0.5),
+        ("heads, dot", (A // H) ** -0.5),
+    ],
 )
 def test_what_dot_scores_are_scaled_by(name, scale):
     module = modules()[name]

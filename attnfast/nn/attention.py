@@ -338,15 +338,20 @@ class _Unit(nn.Module):
 class LuongAttention(_Attention):
     r"""Luong's scores.
 
-    ==============  ========================================  ===========================
-    ``score``       :math:`e_{ij}`                            needs
-    ==============  ========================================  ===========================
-    ``dot``         :math:`s_i^\top h_j`                      ``query_dim == key_dim``
-    ``scaled_dot``  :math:`s_i^\top h_j / \sqrt{d}`           ``query_dim == key_dim``
-    ``general``     :math:`s_i^\top W h_j`
-    ``concat``      :math:`w^\top \tanh(W [s_i; h_j])`        ``attn_dim``
-    ``cosine``      :math:`s_i^\top h_j / (|s_i| |h_j|)`      ``query_dim == key_dim``
-    ==============  ========================================  ===========================
+    ==================  ========================================  ===========================
+    ``score``           :math:`e_{ij}`                            needs
+    ==================  ========================================  ===========================
+    ``dot``             :math:`s_i^\top h_j`                      ``query_dim == key_dim``
+    ``scaled_dot``      :math:`s_i^\top h_j / \sqrt{d}`           ``query_dim == key_dim``
+    ``general``         :math:`s_i^\top W h_j`
+    ``scaled_general``  :math:`s_i^\top W h_j / \sqrt{d}`
+    ``concat``          :math:`w^\top \tanh(W [s_i; h_j])`        ``attn_dim``
+    ``cosine``          :math:`s_i^\top h_j / (|s_i| |h_j|)`      ``query_dim == key_dim``
+    ==================  ========================================  ===========================
+
+    d is the number of features of a state. The scaled scores suit Adam, whose steps are as large
+    for every entry of W, so that a step changes an unscaled score by a multiple of d: the softmax
+    saturates in the first steps of training, and hardly learns after that.
 
     Cosines are from −1 to 1, so that no weight is more than e² times another; a ``temperature``
     below 1, such as 0.1, makes the weights sharper. The matrix W of concat is stored in two parts,
@@ -371,7 +376,7 @@ class LuongAttention(_Attention):
         torch.Size([2, 3, 8])
     """
 
-    SCORES = ("dot", "scaled_dot", "general", "concat", "cosine")
+    SCORES = ("dot", "scaled_dot", "general", "scaled_general", "concat", "cosine")
 
     def __init__(
         self,
@@ -394,13 +399,13 @@ class LuongAttention(_Attention):
         check_sizes(attn_dim=attn_dim)
         super().__init__(
             (attn_dim,) if score == "concat" else None,
-            None if score == "scaled_dot" else 1.0,
+            None if score.startswith("scaled") else 1.0,
             backend,
         )
         self.normalisation = normalisation
         self.query_proj = _Unit() if score == "cosine" else nn.Identity()
         self.key_proj = _Unit() if score == "cosine" else nn.Identity()
-        if score == "general":
+        if score in ("general", "scaled_general"):
             self.key_proj = nn.Linear(key_dim, query_dim, bias=False)
         if score == "concat":
             self.query_proj = nn.Linear(query_dim, attn_dim, bias=False)
