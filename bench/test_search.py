@@ -21,7 +21,11 @@ BATCHES = {
 }
 MODELS = {
     "Bahdanau": {"attention": "bahdanau"},
-    "general, input feeding": {"attention": "general", "input_feeding": True},
+    "general, input feeding": {
+        "attention": "general",
+        "recurrence": "input_feeding",
+        "readout": "attentional",
+    },
 }
 
 

@@ -37,8 +37,16 @@ from attnfast.translate.trainer import Options, Trainer
 
 DECODERS = {
     "Bahdanau": {"attention": "bahdanau"},
-    "Luong, general": {"attention": "general"},
-    "Luong, general, input feeding": {"attention": "general", "input_feeding": True},
+    "Luong, general": {
+        "attention": "general",
+        "recurrence": "independent",
+        "readout": "attentional",
+    },
+    "Luong, general, input feeding": {
+        "attention": "general",
+        "recurrence": "input_feeding",
+        "readout": "attentional",
+    },
 }
 WAYS = {
     "left alone": {"alignment_loss": 0.0},

@@ -121,7 +121,7 @@ def learn(args: argparse.Namespace, attention: str, copying: bool) -> dict[str, 
     tokenizer = WordTokenizer.train((x for pair in train for x in pair), args.vocab_size)
     config = Config(
         tokenizer.vocab_size, attention, embed_dim=128, hidden_dim=128, pointer_generator=copying,
-        input_feeding=True,
+        recurrence="input_feeding", readout="attentional",
     )  # fmt: skip
     if resumed := last.exists():
         state = checkpoint.load(last)

@@ -38,7 +38,8 @@ def translators() -> Table:
     table: dict[str, Any] = {
         "Config": (
             models.Config,
-            {"vocab_size": V, "attention": "local", "input_feeding": True, "cell": "gru",
+            {"vocab_size": V, "attention": "local", "recurrence": "input_feeding",
+             "readout": "attentional", "query_layer": "last", "cell": "gru",
              "embed_dim": A, "hidden_dim": A, "layers": 1, "decoder_layers": 2, "dropout": 0.1,
              "pointer_generator": True, "window": 2, "stride": 2, "fixed_stride": False,
              "sigma": 1.0, "gaussian_height": 2.0, "self_attention": True, "encoder": "rnn",
@@ -96,22 +97,19 @@ def translators() -> Table:
         table[name + ".prepare"] = context.prepare, prepare | more
         call = {"state": torch.randn(B, TQ, A), "memory": context.prepare(**prepare)}
         table[name + ".forward"] = context, call | {"need_weights": True}
-    for kind in (models.BahdanauDecoder, models.LuongDecoder):
-        sizes: dict[str, Any] = {"embed_dim": A, "context_dim": A, "hidden_dim": A}
-        sizes |= {"attention": made("BahdanauAttention"), "cell": "gru"}
-        decoder: Any = kind(**sizes)
-        name = kind.__name__
-        sizes |= {"layers": 2, "dropout": 0.1}
-        table[name] = kind, sizes
-        if name == "LuongDecoder":
-            table[name] = kind, sizes | {"input_feeding": True}
-        call = {
-            "embedded": torch.randn(B, TQ, A), "state": decoder.initial(torch.randn(B, A)),
-            "memory": decoder.attention.prepare(torch.randn(B, TK, A)), "need_weights": True,
-            "target_mask": torch.ones(B, TQ, dtype=torch.bool),
-        }  # fmt: skip
-        table[name + ".forward"] = decoder, call
-        table[name + ".initial"] = decoder.initial, {"hidden": torch.randn(B, A)}
+    sizes: dict[str, Any] = {"embed_dim": A, "context_dim": A, "hidden_dim": A}
+    sizes |= {"attention": made("BahdanauAttention"), "cell": "gru"}
+    decoder = models.RecurrentDecoder(**sizes)
+    kinds = {"recurrence": "input_feeding", "query_layer": "last", "readout": "deep"}
+    table["RecurrentDecoder"] = (
+        models.RecurrentDecoder, sizes | kinds | {"layers": 2, "dropout": 0.1}
+    )  # fmt: skip
+    table["RecurrentDecoder.forward"] = decoder, {
+        "input": torch.randn(B, TQ, A), "memory": decoder.attention.prepare(torch.randn(B, TK, A)),
+        "hx": decoder.initial(torch.randn(B, A)), "target_lengths": torch.tensor([TQ, 1])[:B],
+        "need_weights": True,
+    }  # fmt: skip
+    table["RecurrentDecoder.initial"] = decoder.initial, {"hidden": torch.randn(B, A)}
     return {name: Call(*of) for name, of in table.items()}
 
 

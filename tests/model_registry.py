@@ -180,22 +180,20 @@ def images() -> Inputs:
 
 
 VARIANTS = [
-    *itertools.product(
-        ("none", "initial", "bahdanau", "dot", "scaled_dot", "general", "concat"), [False]
-    ),
-    ("general", True),
-    ("concat", True),
-    *itertools.product(("coverage", "location", "forward"), [False, True]),
+    *itertools.product(("none", "initial", "bahdanau", "dot", "scaled_dot"), ["attend_first"]),
+    *itertools.product(("general", "concat"), ["attend_last", "input_feeding", "independent"]),
+    *itertools.product(("coverage", "location", "forward"), ["attend_first", "independent"]),
 ]
 SOURCE = {"source": (1, "lengths", 5), "target": (1, "target_lengths", 0)}
 
 
 def decoders() -> dict[str, Model]:
     table = {}
-    for kind, feeding in VARIANTS:
+    for kind, recurrence in VARIANTS:
         for cell in ("gru", "lstm"):
-            make = partial(test_models.make, kind, feeding, cell, seed=3)
-            name = f"{kind}, {cell}{', input feeding' * feeding}"
+            options = {"recurrence": recurrence, "cell": cell}
+            make = partial(test_models.make, kind, seed=3, **options)
+            name = f"{kind}, {cell}, {recurrence}"
             table[name] = decoder(make, sentences, padded=SOURCE, alike=cell == "gru")
     for kind in ("general", "coverage", "bahdanau"):
         make = lambda kind=kind: test_models.make_pointer(kind)[0]  # noqa: E731

@@ -226,7 +226,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
     },
     ("attnfast/nn/attention.py", "tests/test_nn.py -k 'not compile and not parallel'"): {
         "_Attention._attend": [("(self.temperature, scale, ", "(1 / self.temperature, scale, ")],
-        "LuongAttention.__init__": [('None if score == "scaled_dot" else 1.0', "1.0")],
+        "LuongAttention.__init__": [('None if score.startswith("scaled") else 1.0', "1.0")],
         "_Attention.__init__": [
             ("bound = weight_shape[-1] ** -0.5", "bound = weight_shape[-1] ** 0.5"),
         ],
@@ -1179,16 +1179,23 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         ],
     },
     ("attnfast/models/decoders.py", CONTRACTS.format("lstm and (general or coverage)")): {
-        "LuongDecoder._words": [("state._replace(feed=done.attentional[:, -1])", "state")],
-        "_Decoder._together": [
-            ("target_mask=target_mask,", "target_mask=None,"),
-            ("self.training and self.rnn.dropout", "self.rnn.dropout"),
-            ("dropout_between=between,", ""),
+        "RecurrentDecoder.forward": [
+            ("target_lengths=target_lengths", "target_lengths=None"),
         ],
-        "_Decoder.initial": [
-            ("torch.zeros_like(hidden) if lstm", "torch.ones_like(hidden) if lstm"),
+        "RecurrentDecoder.initial": [
+            ("torch.zeros_like(hidden) if", "torch.ones_like(hidden) if"),
         ],
-        "_Decoder._run": [("hidden=hidden, cell=cell)", "hidden=hidden)")],
+    },
+    ("attnfast/models/decoders.py", "tests/test_models.py"): {
+        "RecurrentDecoder.__init__": [
+            ("dropout=dropout if layers > 1 else 0.0", "dropout=0.0"),
+            ("query_layer=query_layer, ", ""),
+            ("self.reads_input or not feeds", "True"),
+        ],
+        "RecurrentDecoder.__setattr__": [('name == "attention"', "False")],
+        "RecurrentDecoder.forward": [
+            ("[run.states, run.contexts,", "[run.contexts, run.states,"),
+        ],
     },
     ("attnfast/models/seq2seq.py", "tests/test_models.py tests/test_translate.py -k 'not train'"): {
         "Seq2Seq._embed": [

@@ -106,8 +106,8 @@ def test_version(capsys):
         ),
         ([*TRAIN, "--label-smoothing=1.5"], "--label-smoothing must be a number of at least 0 and"),
         ([*TRAIN, "--clip=0"], "--clip must be a number above 0 and at most inf, got 0.0"),
-        ([*TRAIN, "--cell=rnn"], r"--cell: invalid choice: 'rnn' .*choose from gru, lstm"),
-        ([*TRAIN, "--input-feeding"], "--input-feeding must be False for attention 'bahdanau'"),
+        ([*TRAIN, "--cell=qrnn"], r"--cell: invalid choice: 'qrnn' .*choose from rnn, gru, lstm"),
+        ([*TRAIN, "--sigma", "2"], "--sigma must be None for attention 'bahdanau'"),
         ([*TRAIN, "--device=abacus"], "--device: expected a device of this machine, got abacus"),
     ],
 )
@@ -155,7 +155,8 @@ def test_every_option_reaches_its_setting(settings, command, monkeypatch):
         if field.type == "bool":
             value, typed = True, []
         else:
-            typed = [(options[field.name].choices or ["7"])[-1]]
+            choices = [x for x in options[field.name].choices or ["7"] if x != field.default]
+            typed = choices[-1:]
             value = {"int": int, "str": str}.get(field.type, float)(typed[0])
         args = cli._parser().parse_args([*required, *options[field.name].option_strings, *typed])
         read = cli._read_settings(settings, args)

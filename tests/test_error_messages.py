@@ -12,7 +12,7 @@ from attnfast import nn as modules
 
 CALLS = calls()
 HEADS = {"query": zeros(2, 2, 3, 4), "key": zeros(2, 2, 5, 4), "value": zeros(2, 2, 5, 4)}
-CONTENT = {"attention": "bahdanau", "input_feeding": False, "sigma": None, "gaussian_height": None}
+CONTENT = {"attention": "bahdanau", "sigma": None, "gaussian_height": None}
 STATE = modules.RecurrentState(zeros(1, 2, 4))
 ORDERED = (
     "LocalAttention", "StridedAttention", "HardMonotonicWindowAttention",
@@ -225,7 +225,6 @@ MESSAGES = {
         ({"hidden_dim": 3, "encoder": "transformer", "self_attention": False},
          "hidden_dim must be even for … of four heads, got 3"),
         ({"dropout": 1.0}, "dropout must be … of at least 0 and below 1, got 1.0"),
-        (CONTENT | {"input_feeding": True}, "input_feeding must be False for attention 'bahdanau'"),
         (CONTENT | {"sigma": 2.0}, "sigma must be None for attention 'bahdanau', got 2.0"),
         (CONTENT | {"fixed_stride": True},
          "fixed_stride must be False for attention 'bahdanau', got True"),

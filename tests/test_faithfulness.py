@@ -292,7 +292,11 @@ def translator(attention="bahdanau", **options):
 @pytest.mark.parametrize("place", [0, 3])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"attention": "general"}, {"attention": "concat", "input_feeding": True, "cell": "lstm"}],
+    [
+        {},
+        {"attention": "general"},
+        {"attention": "concat", "recurrence": "input_feeding", "cell": "lstm"},
+    ],
 )
 def test_next_word(options, place):
     model = translator(**options)

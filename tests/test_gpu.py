@@ -245,8 +245,8 @@ def test_a_search_is_one_graph(attention, how):
     torch.manual_seed(0)
     kind = "bahdanau" if attention == "copying" else attention
     model = build(
-        Config(70, kind, attention == "general", embed_dim=8, hidden_dim=8,
-               pointer_generator=attention == "copying")
+        Config(70, kind, "input_feeding" if attention == "general" else "attend_first",
+               embed_dim=8, hidden_dim=8, pointer_generator=attention == "copying")
     ).double().eval()  # fmt: skip
     with torch.no_grad():
         for x in model.parameters():

@@ -12,17 +12,21 @@ import torch
 from attnfast.decoding import beam_search, greedy_search
 from attnfast.decoding._constraints import Constraints
 from attnfast.models import BOS, EOS, UNK, Config, build
+from attnfast.models.decoders import READOUTS
+from attnfast.nn.recurrent import RECURRENCES
 from attnfast.ops.backends import FLOATS
 from attnfast.ops.copying import LOWEST
 
 VOCAB = 23
 
 
-def make(attention="bahdanau", input_feeding=False, cell="gru", vocab_size=VOCAB, seed=0):
+#: Luong's decoder.
+LUONG = {"recurrence": "input_feeding", "readout": "attentional"}
+
+
+def make(attention="bahdanau", vocab_size=VOCAB, seed=0, **options):
     torch.manual_seed(seed)
-    config = Config(
-        vocab_size, attention, input_feeding, cell, embed_dim=12, hidden_dim=9, layers=2
-    )
+    config = Config(vocab_size, attention, embed_dim=12, hidden_dim=9, layers=2, **options)
     model = build(config, backend="reference").eval()
     with torch.no_grad():  # words far apart, or an untrained model repeats one word for ever
         model.embedding.weight.mul_(4)
@@ -71,16 +75,36 @@ def test_cells_of_an_lstm_are_used():
 
 def test_input_feeding_by_hand():
     """The RNN reads the word and the vector before it, from zeros on; so does an LSTM's cell."""
-    model = make("general", input_feeding=True, cell="lstm")
+    model = make("general", **LUONG, cell="lstm")
     source, _ = model.encode(*make_source())
     decoder, words, hidden = model.decoder, torch.randn(4, 3, 12), torch.randn(4, 18)
-    got, _, _ = decoder(words, decoder.initial(hidden), source.memory)
+    got, _ = decoder(words, source.memory, decoder.initial(hidden))
+    rnn = torch.nn.LSTM(12 + 12, 18, batch_first=True)
+    rnn.load_state_dict(decoder.rnn.state_dict(), strict=False)
     feed, last = torch.zeros(4, 1, 12), (hidden.unsqueeze(0), torch.zeros(1, 4, 18))
     for t, word in enumerate(words.split(1, 1)):
-        state, last = decoder.rnn(torch.cat([word, feed], -1), last)
+        state, last = rnn(torch.cat([word, feed], -1), last)
         context, _ = decoder.attention(state, source.memory)
-        feed = torch.tanh(decoder.readout(torch.cat([context, state], -1)))
+        feed = torch.tanh(decoder.rnn.output_proj(torch.cat([context, state], -1)))
         torch.testing.assert_close(got[:, t : t + 1], feed)
+
+
+@pytest.mark.parametrize("readout", READOUTS)
+@pytest.mark.parametrize("recurrence", RECURRENCES)
+def test_readouts_by_hand(recurrence, readout):
+    """Every recurrence has both readouts; Luong's of a vector that is fed is that vector."""
+    model = make("general", recurrence=recurrence, readout=readout)
+    source, state = model.encode(*make_source())
+    words = torch.randn(4, 3, 12)
+    found = model.decoder(words, source.memory, state)
+    read = [found.states, found.contexts] + [words] * (readout == "deep")
+    if (recurrence, readout) == ("input_feeding", "attentional"):
+        weight, bias = model.decoder.rnn.output_proj.weight, None
+        read = read[::-1]
+    else:
+        weight, bias = model.decoder.readout.parameters()
+    expected = torch.tanh(torch.nn.functional.linear(torch.cat(read, -1), weight, bias))
+    torch.testing.assert_close(found.output, expected)
 
 
 def test_a_long_translation_is_waited_for():
@@ -262,11 +286,9 @@ def test_importing_attnfast_is_cheap():
     assert result.stdout == "[]\n"
 
 
-def make_pointer(attention="coverage", input_feeding=False):
+def make_pointer(attention="coverage", **options):
     torch.manual_seed(0)
-    config = Config(
-        VOCAB, attention, input_feeding, embed_dim=12, hidden_dim=9, pointer_generator=True
-    )
+    config = Config(VOCAB, attention, embed_dim=12, hidden_dim=9, pointer_generator=True, **options)
     model = build(config, backend="reference").eval()
     source, lengths = make_source()
     source[0], source[2, :2] = VOCAB, torch.tensor([VOCAB, VOCAB + 1])  # their own words
@@ -283,9 +305,9 @@ def test_a_pointer_generator_says_words_that_a_sentence_has(attention):
     assert (expected[1, :, VOCAB:] < -80).all() and (expected[0, :, VOCAB] > -80).all()
 
 
-@pytest.mark.parametrize("input_feeding", [False, True])
-def test_searches_say_words_that_the_vocabulary_lacks(input_feeding):
-    model, source, lengths = make_pointer(input_feeding=input_feeding)
+@pytest.mark.parametrize("options", [{}, LUONG])
+def test_searches_say_words_that_the_vocabulary_lacks(options):
+    model, source, lengths = make_pointer(**options)
     with torch.no_grad():
         model.pointer.gate.bias.fill_(-20)  # copy always
     for find in (greedy_search, partial(beam_search, beam=3)):
@@ -338,12 +360,9 @@ def test_export_of_any_batch():
 # Decoders of several layers
 
 
-def make_stack(attention="bahdanau", input_feeding=False, cell="gru", backend=None, **options):
+def make_stack(attention="bahdanau", backend=None, **options):
     torch.manual_seed(0)
-    config = Config(
-        VOCAB, attention, input_feeding, cell, embed_dim=12, hidden_dim=9, decoder_layers=3,
-        **options,
-    )  # fmt: skip
+    config = Config(VOCAB, attention, embed_dim=12, hidden_dim=9, decoder_layers=3, **options)
     model = build(config, backend).eval()
     with torch.no_grad():
         model.embedding.weight.mul_(4)
@@ -351,48 +370,54 @@ def make_stack(attention="bahdanau", input_feeding=False, cell="gru", backend=No
     return model, source, lengths, torch.randint(4, VOCAB, (4, 6))
 
 
-@pytest.mark.parametrize("hooks", [False, True])
-@pytest.mark.parametrize("cell", ["gru", "lstm"])
-@pytest.mark.parametrize(
-    ("attention", "input_feeding"),
-    [("bahdanau", False), ("none", False), ("general", False), ("general", True)],
-)
-def test_a_stack_of_decoder_layers_by_hand(attention, input_feeding, cell, hooks):
-    """Layers read the states of the one below; the state of the last attends and is read out."""
-    model, source, lengths, target = make_stack(attention, input_feeding, cell)
+@pytest.mark.parametrize("cell", ["rnn", "gru", "lstm"])
+@pytest.mark.parametrize("recurrence", RECURRENCES)
+def test_a_stack_whose_first_layer_attends_by_hand(recurrence, cell):
+    """The layers above read its context too; input feeding has no such stack."""
+    if recurrence == "input_feeding":
+        with pytest.raises(ValueError, match="query_layer must be 'last' with input feeding"):
+            make_stack(recurrence=recurrence, query_layer="first", cell=cell)
+        return
+    options = {"recurrence": recurrence, "query_layer": "first", "cell": cell}
+    model, source, lengths, target = make_stack(**options)
     decoder, words = model.decoder, model.embed(target)
-    if hooks:  # the module itself runs, step by step
-        decoder.rnn.register_forward_hook(lambda *_: None)
     encoded, start = model.encode(source, lengths)
-    memory = encoded.memory
     assert start.hidden.shape == (3, 4, 18)
-    got, state, _ = decoder(words, start, memory)
-    hx = start.hidden if cell == "gru" else (start.hidden, start.cell)
-    feed = torch.zeros(4, 1, 12)
-    for t, word in enumerate(words.split(1, 1)):
-        if attention in ("bahdanau", "none"):
-            query = (hx if cell == "gru" else hx[0])[-1]
-            context = decoder.attention(query, memory)[0].unsqueeze(1)
-            read, hx = decoder.rnn(torch.cat([word, context], -1), hx)
-            expected = torch.cat([read, context, word], -1)
-        else:
-            read, hx = decoder.rnn(torch.cat([word, feed], -1) if input_feeding else word, hx)
-            expected = torch.cat([decoder.attention(read, memory)[0], read], -1)
-        feed = torch.tanh(decoder.readout(expected))
-        torch.testing.assert_close(got[:, t : t + 1], feed)
-    torch.testing.assert_close(state.hidden, hx if cell == "gru" else hx[0])
-    assert (state.cell is None) == (cell == "gru")
-    if state.cell is not None:
-        torch.testing.assert_close(state.cell, hx[1])
+    found = decoder(words, encoded.memory, start)
+    read, kind = words, getattr(torch.nn, cell.upper())
+    for i in range(3):
+        names = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+        parameters = {f"{x}_l0": getattr(decoder.rnn, f"{x}_l{i}") for x in names}
+        rnn = kind(parameters["weight_ih_l0"].shape[1], 18, batch_first=True)
+        rnn.load_state_dict(parameters)
+        hx = start.hidden[i : i + 1]
+        hx = (hx, torch.zeros_like(hx)) if cell == "lstm" else hx
+        states, contexts, context = [], [], torch.zeros(4, 1, 18)
+        for word in read.split(1, 1):
+            if i == 0 and recurrence == "attend_first":
+                query = (hx[0] if cell == "lstm" else hx)[-1]
+                context = decoder.attention(query, encoded.memory)[0].unsqueeze(1)
+            fed = [context] if i == 0 and recurrence != "independent" else []
+            state, hx = rnn(torch.cat([word, *fed], -1), hx)
+            if i == 0 and recurrence != "attend_first":
+                context = decoder.attention(state, encoded.memory)[0]
+            states.append(state)
+            contexts.append(context)
+        if i == 0:
+            of_first = torch.cat(contexts, 1)
+        read = torch.cat([*states], 1)
+        last, read = read, torch.cat([read, of_first], -1)
+    torch.testing.assert_close(found.states, last)
+    torch.testing.assert_close(found.contexts, of_first)
 
 
 @pytest.mark.parametrize("backend", ["reference", None])
 @pytest.mark.parametrize("cell", ["gru", "lstm"])
 @pytest.mark.parametrize(
-    ("attention", "input_feeding"), [("bahdanau", False), ("local", True), ("coverage", True)]
+    ("attention", "options"), [("bahdanau", {}), ("local", LUONG), ("coverage", LUONG)]
 )
-def test_a_stack_of_decoder_layers_steps_and_searches(attention, input_feeding, cell, backend):
-    model, source, lengths, target = make_stack(attention, input_feeding, cell, backend)
+def test_a_stack_of_decoder_layers_steps_and_searches(attention, options, cell, backend):
+    model, source, lengths, target = make_stack(attention, backend, cell=cell, **options)
     expected, _ = model(source, lengths, target)
     memory, state = model.encode(source, lengths)
     for t, word in enumerate(target.split(1, 1)):
@@ -412,23 +437,24 @@ def test_a_stack_of_decoder_layers_steps_and_searches(attention, input_feeding, 
         assert parameter.grad is not None and parameter.grad.abs().sum() > 0, name
 
 
-@pytest.mark.parametrize(
-    ("attention", "input_feeding"), [("bahdanau", False), ("general", False), ("general", True)]
-)
-def test_states_between_decoder_layers_are_dropped_in_training(attention, input_feeding):
+@pytest.mark.parametrize("query_layer", ["first", "last"])
+@pytest.mark.parametrize("recurrence", RECURRENCES)
+def test_states_between_decoder_layers_are_dropped_in_training(recurrence, query_layer):
     """Not those of the last layer: a decoder of one layer drops nothing."""
     for layers, drops in ((3, True), (1, False)):
+        if (recurrence, query_layer, layers) == ("input_feeding", "first", 3):
+            continue
         torch.manual_seed(0)
         config = Config(
-            VOCAB, attention, input_feeding, embed_dim=12, hidden_dim=9, dropout=0.5,
-            decoder_layers=layers,
+            VOCAB, "general", recurrence, query_layer=query_layer, embed_dim=12, hidden_dim=9,
+            dropout=0.5, decoder_layers=layers,
         )  # fmt: skip
         model = build(config).eval()
         encoded, state = model.encode(*make_source())
         words = torch.randn(4, 6, 12)
 
         def run(model=model, state=state, memory=encoded.memory, words=words):
-            return model.decoder(words, state, memory)[0]
+            return model.decoder(words, memory, state)[0]
 
         plain = run()
         assert torch.equal(plain, run())
@@ -443,5 +469,5 @@ def test_a_state_of_another_number_of_layers_is_refused():
     for wrong in (state.hidden[0], state.hidden[:2]):
         with pytest.raises(ValueError, match=r"state.hidden must be .*\[3, (4|B), 18\]"):
             model.decode(target, state._replace(hidden=wrong), memory)
-        with pytest.raises(ValueError, match=r"state.hidden must be .*\[3, 4, 18\]"):
-            model.decoder(model.embed(target), state._replace(hidden=wrong), memory.memory)
+        with pytest.raises(ValueError, match=r"hx.hidden must be \[3, 4, 18\]"):
+            model.decoder(model.embed(target), memory.memory, state._replace(hidden=wrong))

@@ -18,6 +18,7 @@ from attnfast._utils.checks import InputError
 from attnfast.decoding import beam_search, greedy_search, sample, search
 from attnfast.decoding._constraints import output_limit
 from attnfast.models import BOS, EOS, Config, ListenAttendSpell, PyramidEncoder, build
+from attnfast.models.decoders import READOUTS
 from attnfast.ops import dispatch, reference, reference_search
 from attnfast.ops.backends import HALF, unsupported_reason
 from attnfast.ops.operators import CHECKS
@@ -667,15 +668,19 @@ def test_options_of_products_are_checked(backend):
 # ---- models -------------------------------------------------------------------------------------
 
 MODELS = [
-    ("bahdanau", False), ("dot", False), ("general", True), ("concat", True), ("scaled_dot", False),
-    ("local", False), ("local", True), ("coverage", False), ("location", False), ("forward", False),
+    ("bahdanau", "attend_first"), ("dot", "independent"), ("general", "input_feeding"),
+    ("concat", "input_feeding"), ("scaled_dot", "attend_last"), ("local", "independent"),
+    ("local", "input_feeding"), ("coverage", "attend_first"), ("location", "independent"),
+    ("forward", "attend_last"),
 ]  # fmt: skip
 
 
-def model_and_sources(attention: str, feeding: bool, cell: str = "gru", backend=None, **config):
+def model_and_sources(attention: str, recurrence="attend_first", backend=None, **config):
     torch.manual_seed(0)
     sizes = {"embed_dim": 12, "hidden_dim": 10, "window": 2}
-    made = build(Config(60, attention, feeding, cell, **sizes, **config), backend).double().eval()
+    if recurrence in ("input_feeding", "independent"):
+        config = {"readout": "attentional", **config}
+    made = build(Config(60, attention, recurrence, **sizes, **config), backend).double().eval()
     with torch.no_grad():
         for x in made.parameters():
             x.mul_(2)  # so that words depend on the source
@@ -697,12 +702,12 @@ def spied(monkeypatch) -> list[SearchInputs]:
 
 
 @pytest.mark.parametrize("cell", ["gru", "lstm"])
-@pytest.mark.parametrize(("attention", "feeding"), MODELS)
+@pytest.mark.parametrize(("attention", "recurrence"), MODELS)
 @pytest.mark.parametrize("beam", BEAMS)
-def test_models_search_in_one_call(attention, feeding, cell, beam, monkeypatch):
+def test_models_search_in_one_call(attention, recurrence, cell, beam, monkeypatch):
     served("cpu")
     layers = 2 if beam == "of five" else 1
-    parts = model_and_sources(attention, feeding, cell, decoder_layers=layers)
+    parts = model_and_sources(attention, recurrence, cell=cell, decoder_layers=layers)
     calls, find = spied(monkeypatch), partial(beam_search, **{"beam": 1, **BEAMS[beam]})
     found = find(*parts)
     assert len(calls) == 1
@@ -723,12 +728,13 @@ def judge_model(seed: int) -> None:
     """Compare a random model's search in one call with the loop over steps, in float64."""
     draw = random.Random(seed)
     torch.manual_seed(seed)
-    attention, feeding = draw.choice(MODELS)
+    attention, recurrence = draw.choice(MODELS)
     sizes = {name: draw.choice((1, 4, 9, 16, 33, 40)) for name in ("embed_dim", "hidden_dim")}
-    V, cell = draw.choice((5, 9, 60, 130, 700)), draw.choice(("gru", "lstm"))
+    V, cell = draw.choice((5, 9, 60, 130, 700)), draw.choice(("rnn", "gru", "lstm"))
+    sizes["readout"] = draw.choice(READOUTS)
     sizes |= {"window": draw.randint(1, 3), "decoder_layers": draw.choice((1, 1, 2, 3))}
     sizes["pointer_generator"] = copies = draw.random() < 0.3
-    made = build(Config(V, attention, feeding, cell, **sizes))
+    made = build(Config(V, attention, recurrence, cell=cell, **sizes))
     made.double().eval()
     with torch.no_grad():
         for x in made.parameters():
@@ -789,14 +795,14 @@ def test_other_models_search_step_by_step(monkeypatch):
     served("cpu")
     calls = spied(monkeypatch)
     for attention in ("none", "strided"):
-        greedy_search(*model_and_sources(attention, False))
-    made, *sources = model_and_sources("bahdanau", False, pointer_generator=True)
+        greedy_search(*model_and_sources(attention))
+    made, *sources = model_and_sources("bahdanau", pointer_generator=True)
     made.pointer.backend = "reference"
     greedy_search(made, *sources)
     made.pointer.backend, made.pointer.forward = None, made.pointer.forward
     greedy_search(made, *sources)
-    greedy_search(*model_and_sources("bahdanau", False, backend="reference"))
-    made, *sources = model_and_sources("bahdanau", False)
+    greedy_search(*model_and_sources("bahdanau", backend="reference"))
+    made, *sources = model_and_sources("bahdanau")
     greedy_search(made.train(), *sources)
     greedy_search(made.eval(), *sources, forbidden=(1, 2))
     made.embedding.max_norm = 1.0
@@ -816,7 +822,7 @@ def test_other_models_search_step_by_step(monkeypatch):
 
 def test_packed_parameters_are_shared_in_a_block_until_they_change(monkeypatch):
     served("cpu")
-    made, *sources = model_and_sources("bahdanau", False)
+    made, *sources = model_and_sources("bahdanau")
     made.float()
     calls = spied(monkeypatch)
     first = beam_search(made, *sources)
@@ -849,7 +855,7 @@ def test_packed_parameters_are_shared_in_a_block_until_they_change(monkeypatch):
 
 def test_a_fused_optimizer_changes_the_next_search():
     """It changes parameters, but not their versions."""
-    made, *sources = model_and_sources("bahdanau", False)
+    made, *sources = model_and_sources("bahdanau")
     optimizer = torch.optim.AdamW(made.float().parameters(), lr=0.5, fused=True)
     for _ in range(2):
         found = beam_search(made, *sources)
@@ -861,13 +867,13 @@ def test_a_fused_optimizer_changes_the_next_search():
 
 
 def test_int8_needs_the_operator():
-    made, *sources = model_and_sources("bahdanau", False)
+    made, *sources = model_and_sources("bahdanau")
     with pytest.raises(InputError, match="int8 needs a search in one operator, but the model is"):
         beam_search(made, *sources, int8=True)
     scorer = mock.Mock()
     with pytest.raises(InputError, match="but a scorer judges hypotheses"):
         beam_search(made.float(), *sources, int8=True, scorer=scorer)
-    made, *sources = model_and_sources("bahdanau", False, pointer_generator=True)
+    made, *sources = model_and_sources("bahdanau", pointer_generator=True)
     with pytest.raises(InputError, match="but the start, 60, is not in the vocabulary of 60 words"):
         greedy_search(made.float(), *sources, int8=True, start=60)
 
@@ -899,7 +905,7 @@ def test_a_speech_model_searches_in_one_call(kind, monkeypatch):
 
 def test_half_types_are_searched_in_float32(monkeypatch):
     served("cpu")
-    made, *sources = model_and_sources("bahdanau", False)
+    made, *sources = model_and_sources("bahdanau")
     calls = spied(monkeypatch)
     found = greedy_search(made.bfloat16(), *sources).best
     assert [x.embedding.dtype for x in calls] == [torch.float32]
@@ -911,31 +917,31 @@ def test_half_types_are_searched_in_float32(monkeypatch):
 @pytest.mark.parametrize("attention", ["general", "coverage"])
 def test_a_beam_of_one_is_greedy_in_half_types_too(attention, dtype):
     """Where many scores of single steps are equal, of which a beam takes any."""
-    made, *sources = model_and_sources(attention, False)
+    made, *sources = model_and_sources(attention)
     assert beam_search(made.to(dtype), *sources, 1).best == greedy_search(made, *sources).best
 
 
 def test_no_sentences_to_copy_from():
-    made, source, lengths = model_and_sources("bahdanau", False, pointer_generator=True)
+    made, source, lengths = model_and_sources("bahdanau", pointer_generator=True)
     assert beam_search(made, source[:0], lengths[:0]).sequences.shape == (0, 1, 0)
 
 
 def test_options_are_left_as_they_are():
-    made, source, lengths = model_and_sources("bahdanau", False)
+    made, source, lengths = model_and_sources("bahdanau")
     mask = torch.ones(60, dtype=torch.bool)
     greedy_search(made, source, lengths, word_mask=mask)
     assert mask.all()
 
 
 def test_a_prefix_may_be_longer_than_the_usual_limit():
-    made, source, lengths = model_and_sources("bahdanau", False)
+    made, source, lengths = model_and_sources("bahdanau")
     prefix = [[4] * 60, *[[5]] * 19]
     found = greedy_search(made, source, lengths, prefix=prefix)
     assert found.best[0] == prefix[0] and found.finished.all()
 
 
 def test_a_damaged_model_is_refused():
-    made, *sources = model_and_sources("bahdanau", False)
+    made, *sources = model_and_sources("bahdanau")
     with torch.no_grad():
         made.decoder.readout.weight[0, 0] = math.nan
     with pytest.raises(InputError, match="NaN"):
@@ -943,7 +949,7 @@ def test_a_damaged_model_is_refused():
 
 
 def test_a_part_that_does_not_fit_is_named():
-    made, *sources = model_and_sources("bahdanau", False)
+    made, *sources = model_and_sources("bahdanau")
     made.decoder.readout = torch.nn.Linear(12, 11).double()
     with pytest.raises((ValueError, RuntimeError), match=r"readout|shapes"):
         greedy_search(made, *sources)
@@ -952,7 +958,7 @@ def test_a_part_that_does_not_fit_is_named():
 def test_begins_and_ends_as_models_do(monkeypatch):
     served("cpu")
     calls = spied(monkeypatch)
-    made, source, lengths = model_and_sources("general", True)
+    made, source, lengths = model_and_sources("general", "input_feeding")
     greedy_search(made, source, lengths)
     assert (calls[0].begin, calls[0].end) == (BOS, EOS)
     assert calls[0].limits.tolist() == output_limit(lengths).tolist()

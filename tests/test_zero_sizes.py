@@ -10,12 +10,12 @@ import calls_of_models
 import pytest
 import torch
 from test_nn_recurrent import ATTENTIONS
-from test_recurrent import RECURRENCES
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from attnfast import nn as attn
 from attnfast.nn import _fused_rnn as layer_code
+from attnfast.nn.recurrent import RECURRENCES
 
 #: glibc fills what it gives out with 0x7f: 3.4e38 as float32, 1.4e306 as float64.
 POISON = "glibc.malloc.perturb=128:glibc.malloc.tcache_count=0"
@@ -138,7 +138,8 @@ def test_layers(kind, attention, monkeypatch):
             monkeypatch.setattr(layer_code, "select_layer_backend", way)
             x, source = leaf(B, T, 5), leaf(B, Tk, size)
             hx = [leaf(layer.num_layers, B, 12) for _ in range(1 + (layer.mode == "lstm"))]
-            feed = None if recurrence == "attend_first" else leaf(B, layer._fed)
+            coupled = recurrence in ("attend_last", "input_feeding")
+            feed = leaf(B, layer._fed) if coupled else None
             state = attn.RecurrentState(hx[0], hx[1] if hx[1:] else None, feed)
             result = layer(x, layer.prepare(source), state, need_weights=True)
             after = result.state

@@ -1,11 +1,11 @@
 """Reference sequence-to-sequence models, each of which takes its attention as an argument.
 
 ``build(Config(vocab_size=8000, attention="bahdanau"))`` makes a translator; the parts are
-:class:`Encoder`, :class:`TransformerEncoder`, :class:`BahdanauDecoder`, :class:`LuongDecoder` and
-:class:`Seq2Seq`; the searches of :mod:`attnfast.decoding` find its translations.
-:class:`Classifier` classifies sentences. :class:`ListenAttendSpell`, with a
-:class:`PyramidEncoder`, recognises speech; :class:`CTCPrefixScorer` adds the scores of its CTC head
-to a search. :class:`ShowAttendTell`, with a :class:`GridEncoder`, describes images.
+:class:`Encoder`, :class:`TransformerEncoder`, :class:`RecurrentDecoder` and :class:`Seq2Seq`; the
+searches of :mod:`attnfast.decoding` find its translations. :class:`Classifier` classifies
+sentences. :class:`ListenAttendSpell`, with a :class:`PyramidEncoder`, recognises speech;
+:class:`CTCPrefixScorer` adds the scores of its CTC head to a search. :class:`ShowAttendTell`, with
+a :class:`GridEncoder`, describes images.
 :class:`MemoryNetwork` answers questions about a story, and :class:`BiDAF` finds the span of an
 answer in a text.
 
@@ -18,7 +18,7 @@ from attnfast.models.bidaf import BiDAF, SpanPrediction, best_spans
 from attnfast.models.classifier import POOLINGS, Classifier
 from attnfast.models.config import ATTENTIONS, ENCODERS, Config, build
 from attnfast.models.ctc import CTCPrefixScorer
-from attnfast.models.decoders import BahdanauDecoder, FixedContext, LuongDecoder, NoContext
+from attnfast.models.decoders import FixedContext, NoContext, RecurrentDecoder
 from attnfast.models.encoders import Encoder, TransformerEncoder
 from attnfast.models.las import EncodedSpeech, LASOutput, ListenAttendSpell, PyramidEncoder
 from attnfast.models.memory_network import MemoryNetwork, MemoryNetworkOutput, position_encoding
@@ -40,7 +40,6 @@ __all__ = [
     "PAD",
     "POOLINGS",
     "UNK",
-    "BahdanauDecoder",
     "BiDAF",
     "CTCPrefixScorer",
     "CaptionOutput",
@@ -54,12 +53,12 @@ __all__ = [
     "GridEncoder",
     "LASOutput",
     "ListenAttendSpell",
-    "LuongDecoder",
     "MeanContext",
     "MemoryNetwork",
     "MemoryNetworkOutput",
     "NoContext",
     "PyramidEncoder",
+    "RecurrentDecoder",
     "Seq2Seq",
     "ShowAttendTell",
     "SpanPrediction",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 
@@ -11,10 +10,10 @@ from attnfast._utils.checks import InputError, argument_message, describe, raise
 from attnfast._utils.settings import check_settings, setting, with_settings
 from attnfast.models.decoders import (
     CELLS,
-    BahdanauDecoder,
+    READOUTS,
     FixedContext,
-    LuongDecoder,
     NoContext,
+    RecurrentDecoder,
 )
 from attnfast.models.encoders import Encoder, TransformerEncoder
 from attnfast.models.seq2seq import Seq2Seq
@@ -31,6 +30,7 @@ from attnfast.nn import (
     SparseSelfAttention,
     StridedAttention,
 )
+from attnfast.nn.recurrent import QUERY_LAYERS, RECURRENCES
 from attnfast.spans import Span
 
 HISTORIES = {
@@ -50,12 +50,15 @@ ATTENTIONS = (*NO_ATTENTION, "bahdanau", *LuongAttention.SCORES, *HISTORIES, *SP
 class Config:
     """The shape of a model.
 
-    ``"none"`` gives every decoder step the encoder's last states as its context (Cho et al., 2014);
-    with ``"initial"`` the decoder's initial state alone depends on the source (Sutskever et al.,
-    2014). These and ``"bahdanau"`` make a :class:`BahdanauDecoder`, all others a
-    :class:`LuongDecoder`: the scores of :class:`attnfast.nn.LuongAttention`; ``"coverage"``,
-    ``"location"`` and ``"forward"``, additive attention with a history; and ``"local"``,
-    ``"predictive"``, ``"strided"`` and ``"monotonic"``, Luong's general score within a span.
+    The attention ``"none"`` gives every decoder step the encoder's last states as its context (Cho
+    et al., 2014); with ``"initial"`` the decoder's initial state alone depends on the source
+    (Sutskever et al., 2014). ``"bahdanau"`` is additive; the scores of
+    :class:`attnfast.nn.LuongAttention` have their names; ``"coverage"``, ``"location"`` and
+    ``"forward"`` are additive attention with a history; and ``"local"``, ``"predictive"``,
+    ``"strided"`` and ``"monotonic"``, Luong's general score within a span.
+
+    The decoder, a :class:`RecurrentDecoder`, is Bahdanau's unless ``recurrence`` and ``readout``
+    are given; Luong's has ``recurrence="input_feeding"`` and ``readout="attentional"``.
 
     Raises:
         InputError: a setting is out of range, or does not fit the others; the message names it.
@@ -68,9 +71,16 @@ class Config:
 
     vocab_size: int = setting(4000, "tokens in the joint vocabulary of both languages", at_least=1)
     attention: str = setting("bahdanau", "attention mechanism of the decoder", ATTENTIONS)
-    input_feeding: bool = setting(
-        False, "feed the attentional vector back into the RNN of a Luong decoder"
+    recurrence: str = setting(
+        "attend_first",
+        "input of the decoder's RNN: the context of this step, of the last, the last attentional "
+        "vector, or neither",
+        RECURRENCES,
     )
+    readout: str = setting(
+        "deep", "output of the decoder from state, context and word, or without the word", READOUTS
+    )
+    query_layer: str = setting("last", "decoder layer whose state attends", QUERY_LAYERS)
     cell: str = setting("gru", "recurrent cell of encoder and decoder", tuple(CELLS))
     embed_dim: int = setting(256, "features of an embedded token", at_least=1)
     hidden_dim: int = setting(  # an encoder has two of them side by side
@@ -80,7 +90,7 @@ class Config:
         below=2**30,
     )
     layers: int = setting(1, "encoder layers", at_least=1)
-    decoder_layers: int = setting(1, "decoder layers, of which the last one attends", at_least=1)
+    decoder_layers: int = setting(1, "decoder layers", at_least=1)
     dropout: float = setting(
         0.3, "probability of zeroing a feature during training", at_least=0, below=1
     )
@@ -131,7 +141,6 @@ class Config:
             ("sigma", ("local",)),
             ("gaussian_height", ("local",)),
             ("pointer_generator", ATTENTIONS[2:]),
-            ("input_feeding", ATTENTIONS[3:]),
         ):
             value, default = getattr(self, name), getattr(Config, name)
             if value != default and self.attention not in attentions:
@@ -140,6 +149,31 @@ class Config:
         if self.gaussian_height is not None and self.sigma is None:
             expected = "None without a sigma"
             raise InputError(argument_message("gaussian_height", expected, self.gaussian_height))
+
+
+def build_attention(
+    config: Config, query_dim: int, key_dim: int, backend: str | None = None
+) -> nn.Module:
+    """Make the attention of a config."""
+    sizes, name = (query_dim, key_dim), config.attention
+    if name in NO_ATTENTION:
+        return FixedContext(backend) if name == "none" else NoContext(backend)
+    if name == "bahdanau":
+        return BahdanauAttention(*sizes, config.hidden_dim, backend=backend)
+    if name in HISTORIES:
+        return HISTORIES[name](*sizes, config.hidden_dim, backend=backend)
+    if name == "local":
+        return LocalAttention(
+            *sizes, config.window, sigma=config.sigma, gaussian_height=config.gaussian_height,
+            backend=backend,
+        )  # fmt: skip
+    if name == "predictive":
+        return LocalPredictiveAttention(*sizes, config.window, backend=backend)
+    if name == "strided":
+        return StridedAttention(*sizes, config.stride, fixed=config.fixed_stride, backend=backend)
+    if name == "monotonic":
+        return HardMonotonicWindowAttention(*sizes, backend=backend)
+    return LuongAttention(*sizes, name, config.hidden_dim, backend=backend)
 
 
 def build(config: Config, backend: str | None = None) -> Seq2Seq:
@@ -158,42 +192,12 @@ def build(config: Config, backend: str | None = None) -> Seq2Seq:
     if not isinstance(config, Config):
         raise_type_error("config", "a Config", describe(config))
     key_dim = state_dim = 2 * config.hidden_dim
-    sizes = (config.embed_dim, key_dim, state_dim)
-    options: dict[str, Any] = {
-        "cell": config.cell, "layers": config.decoder_layers, "dropout": config.dropout
-    }  # fmt: skip
-    attention: nn.Module
-    decoder: BahdanauDecoder | LuongDecoder
-    if config.attention == "none":
-        decoder = BahdanauDecoder(*sizes, FixedContext(), **options)
-    elif config.attention == "initial":
-        decoder = BahdanauDecoder(config.embed_dim, 1, state_dim, NoContext(), **options)
-    elif config.attention == "bahdanau":
-        attention = BahdanauAttention(state_dim, key_dim, config.hidden_dim, backend=backend)
-        decoder = BahdanauDecoder(*sizes, attention, **options)
-    else:
-        if config.attention in HISTORIES:
-            kind = HISTORIES[config.attention]
-            attention = kind(state_dim, key_dim, config.hidden_dim, backend=backend)
-        elif config.attention == "local":
-            attention = LocalAttention(
-                state_dim, key_dim, config.window,
-                sigma=config.sigma, gaussian_height=config.gaussian_height, backend=backend,
-            )  # fmt: skip
-        elif config.attention == "predictive":
-            attention = LocalPredictiveAttention(state_dim, key_dim, config.window, backend=backend)
-        elif config.attention == "strided":
-            attention = StridedAttention(
-                state_dim, key_dim, config.stride, fixed=config.fixed_stride, backend=backend
-            )
-        elif config.attention == "monotonic":
-            attention = HardMonotonicWindowAttention(state_dim, key_dim, backend=backend)
-        else:
-            attention = LuongAttention(
-                state_dim, key_dim, config.attention, config.hidden_dim, backend=backend
-            )
-        feeding = config.input_feeding
-        decoder = LuongDecoder(*sizes, attention, input_feeding=feeding, **options)
+    decoder = RecurrentDecoder(
+        config.embed_dim, 1 if config.attention == "initial" else key_dim, state_dim,
+        build_attention(config, state_dim, key_dim, backend), cell=config.cell,
+        recurrence=config.recurrence, query_layer=config.query_layer, readout=config.readout,
+        layers=config.decoder_layers, dropout=config.dropout,
+    )  # fmt: skip
     encoder: Encoder | TransformerEncoder
     heads = [Span(window=config.window)] * 2 + [Span(stride=config.stride)] * 2
     if config.encoder == "transformer":

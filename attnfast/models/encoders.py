@@ -16,7 +16,6 @@ from attnfast._utils.checks import (
     raise_value_error,
 )
 from attnfast.models._checks import check_lengths, check_share
-from attnfast.models.decoders import CELLS
 from attnfast.nn import (
     SinusoidalPositions,
     SparseSelfAttention,
@@ -27,6 +26,8 @@ from attnfast.nn.attention import check_sizes
 from attnfast.ops.arguments import length_mask
 from attnfast.ops.backends import check_backend
 from attnfast.spans import Span
+
+CELLS = {"rnn": nn.RNN, "gru": nn.GRU, "lstm": nn.LSTM}
 
 
 class Encoder(nn.Module):
@@ -41,7 +42,7 @@ class Encoder(nn.Module):
     Args:
         embed_dim: E, features of the words.
         hidden_dim: H, features of each direction.
-        cell: ``"gru"`` or ``"lstm"``.
+        cell: ``"rnn"``, ``"gru"`` or ``"lstm"``.
         layers: number of stacked RNNs.
         dropout: between the layers, and on the output of the self-attention.
         self_attention: lets the states attend to each other, or None; its output is added to them

@@ -27,7 +27,7 @@ from attnfast.models._checks import (
     embed,
 )
 from attnfast.models._search import select_search_backend
-from attnfast.models.decoders import BahdanauDecoder, LuongDecoder, state_shape, summary
+from attnfast.models.decoders import CELLS, RecurrentDecoder, summary
 from attnfast.nn import CoverageAttention, Memory, PointerGenerator
 from attnfast.nn._fused_search import search_inputs
 from attnfast.nn._layer import RecurrentState
@@ -83,7 +83,7 @@ class Seq2Seq(nn.Module):
     Args:
         encoder: words ``[B, Tk, E]`` and lengths to states ``[B, Tk, 2H]``, an :class:`Encoder` or
             :class:`TransformerEncoder`.
-        decoder: :class:`BahdanauDecoder` or :class:`LuongDecoder`; its outputs are ``[B, T, E]``.
+        decoder: a :class:`RecurrentDecoder`, whose outputs are ``[B, T, E]``.
         vocab_size, embed_dim: V and E.
         dropout: on words, on encoder states and on decoder outputs.
         pointer: copies words of the source, or None.
@@ -95,9 +95,9 @@ class Seq2Seq(nn.Module):
     arXiv:1608.05859, for the shared embedding.
 
     Example:
-        >>> from attnfast.models import BahdanauDecoder, Encoder, Seq2Seq
+        >>> from attnfast.models import Encoder, RecurrentDecoder, Seq2Seq
         >>> attention = attnfast.nn.BahdanauAttention(query_dim=6, key_dim=8, attn_dim=4)
-        >>> decoder = BahdanauDecoder(3, 8, 6, attention)
+        >>> decoder = RecurrentDecoder(3, 8, 6, attention)
         >>> model = Seq2Seq(Encoder(3, 4), decoder, vocab_size=50, embed_dim=3)
         >>> source, target_in = torch.randint(4, 50, (2, 5)), torch.randint(4, 50, (2, 7))
         >>> logits, _ = model(source, torch.tensor([5, 3]), target_in)
@@ -111,7 +111,7 @@ class Seq2Seq(nn.Module):
     def __init__(
         self,
         encoder: Any,
-        decoder: BahdanauDecoder | LuongDecoder,
+        decoder: RecurrentDecoder,
         vocab_size: int,
         embed_dim: int,
         dropout: float = 0.0,
@@ -204,8 +204,8 @@ class Seq2Seq(nn.Module):
         backend, reason = self._select_search_backend(source, state, constraints)
         if backend is None:
             return None, None, reason
-        layer, readout = self.decoder.parts()
-        words = self.embedding
+        words, decoder = self.embedding, self.decoder
+        layer = decoder.rnn._layer(*range(decoder.rnn.num_layers))
         copying: dict[str, Any] = {}
         if self.pointer is not None:
             copying = {
@@ -213,10 +213,9 @@ class Seq2Seq(nn.Module):
                 "source": source.words.long(), "num_oov": source.num_oov, "unknown": UNK,
             }  # fmt: skip
         call = search_inputs(
-            layer, self.decoder.attention, source.memory, state, constraints, backend,
+            layer, decoder.attention, source.memory, state, constraints, backend,
             embedding=words.weight, weight_vocab=words.weight, bias_vocab=self.bias,
-            readout=readout,
-            embedding_scale=words.embedding_dim**0.5, **copying,
+            readout=decoder.readout, embedding_scale=words.embedding_dim**0.5, **copying,
         )  # fmt: skip
         return call, backend, ""
 
@@ -231,13 +230,17 @@ class Seq2Seq(nn.Module):
             return None, f"the start, {constraints.start}, is not in the vocabulary of {V} words"
         if PAD not in constraints.forbidden or constraints.start == PAD:
             return None, f"a hypothesis may have the padding word, {PAD}"
-        decoders = (BahdanauDecoder, LuongDecoder)
-        if is_plain(self.decoder, *decoders) and self.decoder.parts()[0].rnn is not None:
-            return None, "its cell is no plain module"
-        linears = (self.decoder.readout, *(() if pointer is None else (pointer.gate,)))
+        decoder = self.decoder
+        if is_plain(decoder, RecurrentDecoder):
+            if not is_plain(decoder.rnn, *CELLS.values()):
+                return None, not_plain_reason(decoder.rnn, *CELLS.values())
+            if decoder.rnn.num_layers > 1 and decoder.rnn.query_layer == "first":
+                return None, "its first layer attends, not its last"
+        linears = [decoder.readout, None if pointer is None else pointer.gate]
         backend, reason = select_search_backend(
-            self, Seq2Seq, decoders, linears, source.memory, state.history
-        )
+            self, Seq2Seq, (RecurrentDecoder,), [x for x in linears if x is not None],
+            source.memory, state.history,
+        )  # fmt: skip
         if pointer is not None and backend and pointer.backend not in (None, backend):
             return None, f"its pointer-generator has the backend {pointer.backend!r}"
         return backend, reason
@@ -269,28 +272,30 @@ class Seq2Seq(nn.Module):
         try:
             return self._decode(words, state, source, need_weights)
         except Exception:
-            decoder = self.decoder
-            hidden = state_shape(decoder.rnn)
-            check_step(words, state, source, "source", decoder.context_dim, hidden, self.bias)
+            rnn = self.decoder.rnn
+            hidden = rnn.num_layers, rnn.hidden_size
+            check_step(words, state, source, "source", rnn.context_size, hidden, self.bias)
             raise
 
     def _decode(
         self, words: Tensor, state: RecurrentState, source: EncodedSource, need_weights: bool
     ) -> tuple[Tensor, RecurrentState, Tensor | None]:
-        output, state, weights = self.decoder(
-            self.embed(words),
-            state,
-            source.memory,
-            need_weights or self.pointer is not None,
-            words != PAD,
-        )
+        embedded, lengths = self.embed(words), None
+        # A history skips the padding after a target; a step of a search has none.
+        if getattr(self.decoder.attention, "has_history", False) and words.shape[1] > 1:
+            lengths = (words != PAD).sum(-1)
+        decoded = self.decoder(
+            embedded, source.memory, state, target_lengths=lengths,
+            need_weights=need_weights or self.pointer is not None,
+        )  # fmt: skip
+        output, state = decoded
         output = self.dropout(output)
-        logits = linear(
-            output, self.embedding.weight, self.bias, getattr(self.decoder, "backend", None)
-        )
+        logits = linear(output, self.embedding.weight, self.bias, self.decoder.backend)
         if self.pointer is not None:
-            logits = self.pointer(logits, weights, source.words, output, num_oov=source.num_oov)
-        return logits, state, weights if need_weights else None
+            logits = self.pointer(
+                logits, decoded.weights, source.words, output, num_oov=source.num_oov
+            )
+        return logits, state, decoded.weights if need_weights else None
 
     def forward(
         self, source: Tensor, lengths: Tensor, target_in: Tensor, need_weights: bool = False

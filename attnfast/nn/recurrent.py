@@ -26,6 +26,7 @@ from attnfast.nn._fused_rnn import run_layer, split_gate
 from attnfast.nn._layer import NAMES, Layer, RecurrentState
 from attnfast.nn.attention import _Attention, _AttentionWrapper, check_sizes
 from attnfast.nn.stateful import last_of
+from attnfast.ops.arguments import length_mask
 from attnfast.ops.operators import is_tracing
 from attnfast.ops.recurrent import GATES
 from attnfast.outputs import RecurrentOutput, recurrent_result
@@ -33,7 +34,7 @@ from attnfast.outputs import RecurrentOutput, recurrent_result
 __all__ = ["AttentionGRU", "AttentionLSTM", "AttentionRNN", "RecurrentState"]
 
 QUERY_LAYERS = ("first", "last")
-RECURRENCES = ("attend_first", "attend_last", "input_feeding")
+RECURRENCES = ("attend_first", "attend_last", "input_feeding", "independent")
 
 
 class AttentionRNN(_AttentionWrapper):
@@ -48,6 +49,8 @@ class AttentionRNN(_AttentionWrapper):
                         \mathrm{attend}(h_t)` (Listen, Attend and Spell; Tacotron)
     ``input_feeding``   :math:`h_t = \mathrm{cell}([x_t; \tilde h_{t-1}], h_{t-1}), \; c_t =
                         \mathrm{attend}(h_t), \; \tilde h_t = \tanh(W_o [c_t; h_t])` (Luong)
+    ``independent``     :math:`h_t = \mathrm{cell}(x_t, h_{t-1}), \; c_t = \mathrm{attend}(h_t)`
+                        (Luong without input feeding): attention is one call for all steps
     ==================  ========================================================================
 
     The cells are those of ``nn.RNN``, ``nn.GRU`` and ``nn.LSTM``, with the same names and shapes of
@@ -133,9 +136,11 @@ class AttentionRNN(_AttentionWrapper):
         if feeds:
             self.output_proj = nn.Linear(context_size + hidden_size, self.output_size, bias=False)
         fed = self._fed = self.output_size if feeds else context_size
+        if recurrence == "independent":
+            fed = self._fed = 0
+        above = context_size if query_layer == "first" else 0
         for layer in range(num_layers):
-            features = hidden_size if layer else input_size
-            features += 0 if layer and self._is_stack else fed
+            features = hidden_size + above if layer else input_size + fed
             for name, shape in zip(NAMES, ((features,), (hidden_size,), (), ())):
                 room = torch.empty(GATES[self.mode] * hidden_size, *shape)
                 parameter = nn.Parameter(room) if bias or shape else None
@@ -165,8 +170,9 @@ class AttentionRNN(_AttentionWrapper):
 
     @property
     def _is_stack(self) -> bool:
-        """Return whether all layers run before or after the attention, in one call."""
-        return self.num_layers > 1 and self.query_layer == "last"
+        """Return whether all layers and the attention are one call."""
+        several = self.num_layers > 1 and self.query_layer == "last"
+        return several and self.recurrence != "independent"
 
     def _layer(self, *numbers: int) -> Layer:
         plain = self._parameters  # nn.Module's getattr takes 1 µs; a parametrised one is not here
@@ -187,8 +193,8 @@ class AttentionRNN(_AttentionWrapper):
         if not isinstance(hx, RecurrentState):
             raise_type_error("hx", "a tensor, a pair of them for an LSTM or a state", describe(hx))
         check_tensor("hx.hidden", hx.hidden)
-        if hx.feed is not None and self.recurrence == "attend_first":
-            raise_value_error("hx.feed", "None where attention comes first", describe(hx.feed))
+        if hx.feed is not None and self.recurrence in ("attend_first", "independent"):
+            raise_value_error("hx.feed", f"None with {self.recurrence}", describe(hx.feed))
         if hx.history is not None and not getattr(self.attention, "has_history", False):
             raise_value_error(
                 "hx.history", "None for attention without one", type(hx.history).__name__
@@ -281,8 +287,11 @@ class AttentionRNN(_AttentionWrapper):
         check_flag("need_weights", need_weights)
         start = self._start(input, hx)
         lengths = None if target_lengths is None else target_lengths.long()
-        hidden, cells, packs, steps = [], [], [], []
+        hidden, cells, packs = [], [], []
         x, layers, stack = input, list(range(self.num_layers)), self._is_stack
+        alone, last = self.recurrence == "independent", self.num_layers - 1
+        contexts = weights = attentional = None
+        history = start.history
         for numbers in [layers] if stack else [[i] for i in layers]:
             initial: Any = (start.hidden, start.cell, start.packed)
             first = numbers[0]
@@ -295,34 +304,64 @@ class AttentionRNN(_AttentionWrapper):
             if self.training and stack:
                 above = (self.num_layers - 1, *x.shape[:2], self.hidden_size)
                 dropout_between = self._mask(self.dropout, h, above)
+            attends = not (first or alone)
             outputs = run_layer(
                 self._layer(*numbers), x, RecurrentState(h, c, start.feed, start.history, packed),
-                *((None, None) if first else (self.attention, memory)), target_lengths=lengths,
+                *((self.attention, memory) if attends else (None, None)), target_lengths=lengths,
                 dropout=dropout, dropout_between=dropout_between, need_weights=bool(need_weights),
             )  # fmt: skip
-            steps.append(outputs)
             hidden.append(last_of(outputs.states, h, lengths))
             if outputs.cells is not None:
                 cells.append(last_of(outputs.cells, c, lengths))
             packs.append(outputs.packed)
-            contexts = steps[0].contexts
-            if numbers[-1] + 1 < self.num_layers:
-                assert contexts is not None
-                y = F.dropout(outputs.states, self.dropout, self.training)
-                x = torch.cat([y, contexts], -1)
-        attended, feed = steps[0], start.feed
-        fed = contexts if attended.attentional is None else attended.attentional
-        if self.recurrence != "attend_first" and fed is not None:
+            states = outputs.output
+            if attends:
+                contexts, weights, history = outputs.contexts, outputs.weights, outputs.history
+                attentional = outputs.attentional
+            elif alone and first == (0 if self.query_layer == "first" else last):
+                contexts, weights, history = self._attend_to(
+                    memory, states, history, lengths, bool(need_weights)
+                )
+            if numbers[-1] < last:
+                x = F.dropout(states, self.dropout, self.training)
+                if self.query_layer == "first":
+                    assert contexts is not None
+                    x = torch.cat([x, contexts], -1)
+        feed, fed = start.feed, contexts if attentional is None else attentional
+        if self._fed and self.recurrence != "attend_first" and fed is not None:
             zeros = fed.new_zeros(fed.shape[0], fed.shape[-1]) if feed is None else feed
             feed = last_of(fed, zeros, lengths)
         joined = torch.cat if stack else torch.stack
         state = RecurrentState(
-            joined(hidden), joined(cells) if cells else None, feed, attended.history,
+            joined(hidden), joined(cells) if cells else None, feed, history,
             None if stack else tuple(packs),
         )  # fmt: skip
-        states = steps[-1].output
-        output = states if attended.attentional is None else attended.attentional
-        return recurrent_result(output, state, states, contexts, attended.weights)
+        output = states if attentional is None else attentional
+        return recurrent_result(output, state, states, contexts, weights)
+
+    def _attend_to(
+        self,
+        memory: Memory,
+        states: Tensor,
+        history: Any,
+        lengths: Tensor | None,
+        need_weights: bool,
+    ) -> tuple[Tensor, Tensor | None, Any]:
+        """Attend with the states ``[B, T, H]`` of all steps; return contexts, weights, history."""
+        form = "dense" if need_weights else False
+        seen = None if lengths is None else length_mask(lengths, states.shape[1])
+        if getattr(self.attention, "has_history", False):
+            contexts, weights, history = self.attention(states, memory, history, form, seen)
+        else:
+            contexts, weights = self.attention(states, memory, form)
+        if seen is not None:
+            padding = ~seen.unsqueeze(-1)
+            contexts = contexts.masked_fill(padding, 0)
+            if weights is not None:  # [B, T, Tk], or [B, heads, T, Tk]
+                weights = weights.masked_fill(
+                    padding if weights.dim() == 3 else padding[:, None], 0
+                )
+        return contexts, weights, history
 
     @staticmethod
     def _mask(share: float, like: Tensor, shape: Sequence[int]) -> Tensor | None:

@@ -25,7 +25,7 @@ from attnfast.models import Config, Seq2Seq, build
 from attnfast.translate.data import Tokenizer, load_tokenizer
 
 #: The version of the file format.
-FORMAT = 3
+FORMAT = 4
 DIGITS = 2 * hashlib.sha256().digest_size
 
 

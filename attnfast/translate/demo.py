@@ -16,7 +16,7 @@ from attnfast._utils.checks import optional
 from attnfast._utils.progress import Progress
 from attnfast.analysis.plots import draw_alignment, draw_speed
 from attnfast.functional import additive_attention
-from attnfast.models import Encoder, FixedContext, LuongDecoder, Seq2Seq
+from attnfast.models import Encoder, FixedContext, RecurrentDecoder, Seq2Seq
 from attnfast.nn import LuongAttention
 from attnfast.translate.checkpoint import make_folder, write_atomically
 from attnfast.translate.data import (
@@ -89,7 +89,9 @@ def make_learner(name: str, vocab_size: int, options: Options, dim: int) -> Lear
     """Make a model of :data:`MODELS`; all have the same weights except for the attention."""
     torch.manual_seed(options.seed)
     attention = LuongAttention(2 * dim, 2 * dim, "concat", backend=MODELS[name])
-    decoder = LuongDecoder(dim, 2 * dim, 2 * dim, attention)
+    decoder = RecurrentDecoder(
+        dim, 2 * dim, 2 * dim, attention, recurrence="independent", readout="attentional"
+    )
     encoder = Encoder(dim, dim, backend=MODELS[name])
     model = Seq2Seq(encoder, decoder, vocab_size, dim).to(best_device())
     if name == "none":
