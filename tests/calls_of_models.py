@@ -41,9 +41,9 @@ def translators() -> Table:
             {"vocab_size": V, "attention": "local", "recurrence": "input_feeding",
              "readout": "attentional", "query_layer": "last", "cell": "gru",
              "embed_dim": A, "hidden_dim": A, "layers": 1, "decoder_layers": 2, "dropout": 0.1,
-             "pointer_generator": True, "window": 2, "stride": 2, "fixed_stride": False,
-             "sigma": 1.0, "gaussian_height": 2.0, "self_attention": True, "encoder": "rnn",
-             "length_ratio": 2.0, "longest_target": 3},
+             "pointer_generator": True, "copy_gate": "output", "window": 2, "stride": 2,
+             "fixed_stride": False, "sigma": 1.0, "gaussian_height": 2.0,
+             "self_attention": True, "encoder": "rnn", "length_ratio": 2.0, "longest_target": 3},
         ),
         "build": (models.build, {"config": config, "backend": None}),
         "Encoder": (

@@ -11,8 +11,10 @@ import torch
 
 from attnfast.decoding import beam_search, greedy_search
 from attnfast.decoding._constraints import Constraints
-from attnfast.models import BOS, EOS, UNK, Config, build
+from attnfast.models import BOS, EOS, UNK, Config, Seq2Seq, build
+from attnfast.models.config import COPY_GATES
 from attnfast.models.decoders import READOUTS
+from attnfast.nn import PointerGenerator
 from attnfast.nn.recurrent import RECURRENCES
 from attnfast.ops.backends import FLOATS
 from attnfast.ops.copying import LOWEST
@@ -303,6 +305,26 @@ def test_a_pointer_generator_says_words_that_a_sentence_has(attention):
     assert expected.shape == (4, 6, VOCAB + 2)
     torch.testing.assert_close(expected.exp().sum(-1), torch.ones(4, 6))
     assert (expected[1, :, VOCAB:] < -80).all() and (expected[0, :, VOCAB] > -80).all()
+
+
+def test_what_the_gate_of_a_pointer_generator_reads():
+    """State, context and word, or the output; there is nothing else to read."""
+    for gate in COPY_GATES:
+        model, source, lengths = make_pointer(copy_gate=gate)
+        encoded, state = model.encode(source, lengths)
+        target = torch.randint(4, VOCAB, (4, 6))
+        found = model.decoder(
+            model.embed(target), encoded.memory, state, need_weights=True,
+            target_lengths=torch.full((4,), 6),
+        )  # fmt: skip
+        output, _ = found
+        read = [output] if gate == "output" else [found.states, found.contexts, model.embed(target)]
+        logits = output @ model.embedding.weight.T + model.bias
+        expected = model.pointer(logits, found.weights, source, *read, num_oov=2)
+        torch.testing.assert_close(model(source, lengths, target)[0], expected)
+    pointer = PointerGenerator(13)
+    with pytest.raises(ValueError, match=r"pointer must be of 48 or 12 features, got 13"):
+        Seq2Seq(model.encoder, model.decoder, VOCAB, 12, pointer=pointer)
 
 
 @pytest.mark.parametrize("options", [{}, LUONG])

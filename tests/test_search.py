@@ -18,6 +18,7 @@ from attnfast._utils.checks import InputError
 from attnfast.decoding import beam_search, greedy_search, sample, search
 from attnfast.decoding._constraints import output_limit
 from attnfast.models import BOS, EOS, Config, ListenAttendSpell, PyramidEncoder, build
+from attnfast.models.config import COPY_GATES
 from attnfast.models.decoders import READOUTS
 from attnfast.ops import dispatch, reference, reference_search
 from attnfast.ops.backends import HALF, unsupported_reason
@@ -118,7 +119,8 @@ def call(
         source = torch.randint(0, words, (case.B, case.Tk), generator=g)
         source[:, case.Tk // 2 :] = source[:, : case.Tk - case.Tk // 2].clone()  # each word twice
         args |= {
-            "weight_pointer": floats(1, R, scale=sharp), "source": source,
+            "weight_pointer": floats(1, H + Dv + E if "gate" in case.terms else R, scale=sharp),
+            "source": source,
             "num_oov": words - V,
             "bias_pointer": floats(1) if "biases" in case.terms else None, "unknown": 1,
         }  # fmt: skip
@@ -346,7 +348,13 @@ def test_copying(how, kind, backend):
     served(backend)
     rows, V = [], {"greedy": 50, "beam": 40, "draws": 65}[how]
     for seed, terms in enumerate(
-        [(), ("lengths", "biases"), ("words", "mask"), ("prefix", "words", "lengths"), ("span",)]
+        [
+            ("gate",),
+            ("lengths", "biases"),
+            ("words", "mask"),
+            ("gate", "prefix", "words", "biases"),
+            ("span",),
+        ]
     ):
         terms = ("copying", *terms, *(("numbers",) if how == "draws" else ()))
         options = {"beam": 1 if how == "greedy" else 4}
@@ -402,7 +410,9 @@ def test_fuzz(seed, backend):
     draw = random.Random(seed)
     for _ in range(2 if interpreted(backend) else 16):
         size = lambda *most: draw.randint(1, draw.choice(most))  # noqa: E731
-        terms = tuple(x for x in (*STACKED, "words", "prefix", "copying") if draw.random() < 0.5)
+        terms = tuple(
+            x for x in (*STACKED, "words", "prefix", "copying", "gate") if draw.random() < 0.5
+        )
         case = Case(
             draw.choice(("gru", "lstm", "tanh")), None,
             draw.choice(("dot", "tanh", "relu", "leaky_relu")),
@@ -734,6 +744,7 @@ def judge_model(seed: int) -> None:
     sizes["readout"] = draw.choice(READOUTS)
     sizes |= {"window": draw.randint(1, 3), "decoder_layers": draw.choice((1, 1, 2, 3))}
     sizes["pointer_generator"] = copies = draw.random() < 0.3
+    sizes["copy_gate"] = draw.choice(COPY_GATES) if copies else "state"
     made = build(Config(V, attention, recurrence, cell=cell, **sizes))
     made.double().eval()
     with torch.no_grad():

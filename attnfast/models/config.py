@@ -39,6 +39,7 @@ HISTORIES = {
     "forward": ForwardAttention,
 }
 ENCODERS = ("rnn", "transformer")
+COPY_GATES = ("state", "output")
 SPANS = ("local", "predictive", "strided", "monotonic")
 #: Without attention, every step reads the encoder's last states, or only the initial state does.
 NO_ATTENTION = ("none", "initial")
@@ -97,6 +98,11 @@ class Config:
     pointer_generator: bool = setting(
         False, "generate tokens or copy them from the source, out-of-vocabulary words included"
     )
+    copy_gate: str = setting(
+        "state",
+        "input of the pointer-generator's gate: state, context and word, or the decoder's output",
+        COPY_GATES,
+    )
     window: int = setting(
         10,
         "keys visible to each side in local and predictive attention and windowed encoder heads",
@@ -146,6 +152,9 @@ class Config:
             if value != default and self.attention not in attentions:
                 expected = f"{default} for attention {self.attention!r}"
                 raise InputError(argument_message(name, expected, value))
+        if self.copy_gate != Config.copy_gate and not self.pointer_generator:
+            expected = f"{Config.copy_gate} without a pointer-generator"
+            raise InputError(argument_message("copy_gate", expected, self.copy_gate))
         if self.gaussian_height is not None and self.sigma is None:
             expected = "None without a sigma"
             raise InputError(argument_message("gaussian_height", expected, self.gaussian_height))
@@ -212,9 +221,10 @@ def build(config: Config, backend: str | None = None) -> Seq2Seq:
         encoder = Encoder(
             config.embed_dim, config.hidden_dim, config.cell, config.layers, config.dropout, sparse
         )
-    pointer = (
-        PointerGenerator(config.embed_dim, backend=backend) if config.pointer_generator else None
-    )
+    pointer = None
+    if config.pointer_generator:
+        read = [state_dim, key_dim] if config.copy_gate == "state" else []
+        pointer = PointerGenerator(*read, config.embed_dim, backend=backend)
     model = Seq2Seq(encoder, decoder, config.vocab_size, config.embed_dim, config.dropout, pointer)
     model.length_ratio, model.longest_target = config.length_ratio, config.longest_target
     return model

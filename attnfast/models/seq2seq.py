@@ -86,7 +86,9 @@ class Seq2Seq(nn.Module):
         decoder: a :class:`RecurrentDecoder`, whose outputs are ``[B, T, E]``.
         vocab_size, embed_dim: V and E.
         dropout: on words, on encoder states and on decoder outputs.
-        pointer: copies words of the source, or None.
+        pointer: copies words of the source, or None. The gate of a
+            :class:`attnfast.nn.PointerGenerator` reads the decoder's state, the context and the
+            embedded word, if it has as many features as these, or the output, if it has E.
 
     A search returns at most ``length_ratio`` words for each word of a source plus 10, or
     ``longest_target`` if that is more, the end included: see :meth:`output_limit`.
@@ -131,8 +133,13 @@ class Seq2Seq(nn.Module):
         self.bias = nn.Parameter(torch.zeros(vocab_size))
         self.dropout = nn.Dropout(dropout)
         self.pointer = pointer
-        hidden_dim = decoder.rnn.hidden_size
-        self.bridge = nn.Linear(encoder.output_dim, hidden_dim)
+        rnn = decoder.rnn
+        joined = rnn.hidden_size + rnn.context_size + embed_dim
+        features = pointer.gate.in_features if isinstance(pointer, PointerGenerator) else embed_dim
+        if features not in (joined, embed_dim):
+            raise_value_error("pointer", f"of {joined} or {embed_dim} features", features)
+        self._gate_reads_state = features == joined
+        self.bridge = nn.Linear(encoder.output_dim, rnn.hidden_size)
         nn.init.normal_(self.embedding.weight, std=embed_dim**-0.5)
         with torch.no_grad():
             self.embedding.weight[PAD] = 0
@@ -292,8 +299,11 @@ class Seq2Seq(nn.Module):
         output = self.dropout(output)
         logits = linear(output, self.embedding.weight, self.bias, self.decoder.backend)
         if self.pointer is not None:
+            read = [output]
+            if self._gate_reads_state:
+                read = [decoded.states, decoded.contexts, embedded]
             logits = self.pointer(
-                logits, decoded.weights, source.words, output, num_oov=source.num_oov
+                logits, decoded.weights, source.words, *read, num_oov=source.num_oov
             )
         return logits, state, decoded.weights if need_weights else None
 

@@ -16,6 +16,7 @@ from attnfast.ops.search import (
     LEAST_COVERAGE,
     SearchInputs,
     SearchOutputs,
+    gate_reads_state,
     layer_of,
     reads_input,
 )
@@ -110,7 +111,12 @@ def score_words(
         output = torch.cat([h, context, x], -1)[:, : call.weight_vocab.shape[1]]
     logits = product([output], call.weight_vocab, call.bias_vocab, call.int8)  # type: ignore[list-item]
     if call.source is not None:
-        gate = torch.nn.functional.linear(output, call.weight_pointer, call.bias_pointer)  # type: ignore[arg-type]
+        read = [h, context, x] if gate_reads_state(call) else [output]  # type: ignore[list-item]
+        gate = torch.nn.functional.linear(
+            torch.cat(read, -1),
+            call.weight_pointer,  # type: ignore[arg-type]
+            call.bias_pointer,
+        )
         terms = logits.unsqueeze(1), made.weights, call.source, gate
         logits = copy(CopyInputs(*terms, call.num_oov, log=True)).distribution[:, 0]
         logits = logits.masked_fill(logits == LOWEST, -math.inf)

@@ -59,7 +59,8 @@ class SearchInputs(NamedTuple):
 
     A pointer-generator copies the words ``source [B, Tk]`` of the keys, int64. X of them,
     ``num_oov``, are not in the vocabulary: their ids begin with V, and ``unknown`` is read for
-    them. The gate of a row is ``weight_pointer [1, R]`` · o_t + ``bias_pointer [1]``.
+    them. The gate of a row is ``weight_pointer [1, R]`` · o_t + ``bias_pointer [1]``, or with a
+    ``weight_pointer [1, H + Dv + E]`` that of [h_t; c_t; x_t].
 
     ``int8`` rounds the weights of matrix products and their inputs to 8 bits: with s the largest
     magnitude of a row over 127, x · w ≈ s_x s_w Σ_k round(x_k / s_x) round(w_k / s_w). Columns of
@@ -180,6 +181,12 @@ def reads_input(call: SearchInputs) -> bool:
     return weight is not None and weight.shape[-1:] != (others,)
 
 
+def gate_reads_state(call: SearchInputs) -> bool:
+    """Return whether the pointer-generator's gate reads state, context and embedded word."""
+    weight, R = call.weight_pointer, call.weight_vocab.shape[1]
+    return weight is not None and weight.shape[-1:] != (R,)
+
+
 def check(call: SearchInputs) -> None:
     """Raise, in one sentence and before any computation, unless the arguments fit together."""
     above = "" if call.weight_ih_upper is None else "L, "
@@ -255,8 +262,11 @@ def check(call: SearchInputs) -> None:
 def _check_copying(call: SearchInputs) -> None:
     V, R = call.weight_vocab.shape
     shape = len(call.limits), call.key.shape[1]  # type: ignore[union-attr]
+    features = R
+    if gate_reads_state(call):
+        features = call.hidden.shape[-1] + call.value.shape[-1] + call.embedding.shape[1]  # type: ignore[union-attr]
     arguments: list[tuple[str, Tensor | None, torch.dtype, tuple[int, ...]]] = [
-        ("weight_pointer", call.weight_pointer, call.hidden.dtype, (1, R)),
+        ("weight_pointer", call.weight_pointer, call.hidden.dtype, (1, features)),
         ("bias_pointer", call.bias_pointer, call.hidden.dtype, (1,)),
         ("source", call.source, torch.int64, shape),
     ]

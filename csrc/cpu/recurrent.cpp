@@ -298,7 +298,7 @@ PackedWeights pack_recurrent(const PackArguments& given) {
   X(Optional, weight_readout, sizes, of_weights, {R, H + Dv + read})      \
   X(Optional, bias_readout, sizes, dtype, {R})                            \
   X(Optional, bias_vocab, sizes, dtype, {V})                              \
-  X(Optional, weight_pointer, sizes, dtype, {1, R})                       \
+  X(Optional, weight_pointer, sizes, dtype, {1, of_gate})                 \
   X(Optional, bias_pointer, sizes, dtype, {1})                            \
   X(Optional, weight_ih_upper, sizes, of_weights, {layers - 1, G * H, H}) \
   X(Optional, mask, terms, ScalarType::Bool, {1, Tk})                     \
@@ -342,7 +342,7 @@ PackedWeights pack_recurrent(const PackArguments& given) {
 constexpr int64_t kMostBytes = 1 << 16;
 
 struct SearchChecker : LayerChecker {
-  int64_t V = 0, R = 0, prefix_length = 0, num_oov, read;
+  int64_t V = 0, R = 0, prefix_length = 0, num_oov, read, of_gate;
 
   template <class Arguments>
   explicit SearchChecker(const Arguments& given) : LayerChecker(given) {
@@ -366,6 +366,7 @@ struct SearchChecker : LayerChecker {
     if (!given.attends_first && given.weight_ih.size(1) == E) F = 0, check(!given.feed, "feed");
     if (given.prefix) check(given.prefix->dim() == 2, "prefix"), prefix_length = given.prefix->size(1);
     check(!given.numbers || given.n_best == given.beam, "n_best");
+    of_gate = input_of_readout(given.weight_pointer, R, E) ? H + Dv + E : R;
     check(!given.weight_pointer || given.source, "source");
     check(!given.source || given.weight_pointer, "weight_pointer");
     check(!given.bias_pointer || given.weight_pointer, "bias_pointer");
@@ -450,6 +451,7 @@ void put_source(const SearchArguments& given, const SearchArguments::ArgumentChe
   a.source_words = words;
   a.source_count = count;
   a.source_index = index;
+  a.gate_reads_state = fit.of_gate != a.R;
   a.weight_pointer = packed_view(given.weight_pointer, keep);
   a.bias_pointer = packed_view(given.bias_pointer, keep);
 }

@@ -53,7 +53,8 @@ struct Search : Words {
   // For a pointer-generator, else null: the words of each source that may come, sorted, [B, Tk]; their
   // number, [B]; for each key its word's index among them, or -1, [B, Tk].
   const int64_t *source_words, *source_count, *source_index;
-  View weight_pointer, bias_pointer;  // [1, R], [1]
+  View weight_pointer, bias_pointer;  // the gate's, [1, R], or [1, H + Dv + E] if it reads the state; [1]
+  bool gate_reads_state;              // the state, the context and the embedded word
   View read;                          // scratch [B, beam, R], unless attentional vectors are scored
   int64_t *words, *lengths;           // out [B, n_best, most] and [B, n_best]; a length is -1 after NaN
   View word_scores, scores;           // out [B n_best, most], the words' log-probabilities, and [B, n_best]

@@ -59,8 +59,8 @@ class BeamSearch {
       member.share(attention.B, [&](int64_t i) {
         if (room.ended[room.sentence[i]]) return;
         keep_weights(step, i, t);
-        if (a.numbers) draw(outputs[0], i, t);
-        else choose(outputs[0], i, t);
+        if (a.numbers) draw(step, outputs[0], i, t);
+        else choose(step, outputs[0], i, t);
       });
       member.share(1, [&](int64_t) { count(attention.B, t); });
       const int64_t left = room.counts[t + 1];
@@ -303,13 +303,31 @@ class BeamSearch {
   // Return the shift that turns a logit of row r into its score, a log-probability: NaN if any score is,
   // without copying infinity if no word may come. With copying, the words of the source get their own scores;
   // probabilities of the words that may come add up to 1.
-  double normalise(const Factor<C>& outputs, int64_t r, int64_t i) const {
+  double normalise(const RecurrentForward& step, const Factor<C>& outputs, int64_t r, int64_t i) const {
     const double sum = log_of_sum(room.masses + r * groups);
     if (!copies()) return -sum;
     const double all = log_of_sum(room.all_masses + r * groups);
     const C* const weights = row<C>(attention.weights, i, r - i * K);
-    return source.score(r, room.sentence[i], outputs.data + r * outputs.stride, weights, sum, all,
+    return source.score(r, room.sentence[i], gate(step, outputs, r), weights, sum, all,
                         static_cast<double*>(own));
+  }
+
+  // Return the logit of a row's pointer-generator.
+  double gate(const RecurrentForward& step, const Factor<C>& outputs, int64_t r) const {
+    const C* weight = row<C>(a.weight_pointer, 0);
+    double sum = a.bias_pointer.data ? *row<C>(a.bias_pointer, 0) : 0;
+    const auto add = [&](const C* x, int64_t n) {
+      for (int64_t j = 0; j < n; ++j) sum += (double)weight[j] * x[j];
+      weight += n;
+    };
+    if (!a.gate_reads_state) {
+      add(outputs.data + r * outputs.stride, a.R);
+      return sum;
+    }
+    add(row<C>(last_level<C>(step).states, r), step.H);
+    add(row<C>(step.contexts, r), step.Dv);
+    add(row<C>(step.input, r), step.E);
+    return sum;
   }
 
   // Return the score of a word of row r, given its logit, and `shift` of normalise.
@@ -319,14 +337,14 @@ class BeamSearch {
   }
 
   // Draw the words that continue the hypotheses of sentence i of those that are left, at step t.
-  void draw(const Factor<C>& outputs, int64_t i, int64_t t) {
+  void draw(const RecurrentForward& step, const Factor<C>& outputs, int64_t i, int64_t t) {
     const int64_t s = room.sentence[i], next = forced(s, t);
     bool all_ended = true;
     for (int64_t k = 0; k < K; ++k) {
       const int64_t r = i * K + k;
       C& total = room.totals[s * K + k];
       Link<C>* const links = room.links + (s * a.most + t) * K;
-      const double shift = normalise(outputs, r, i);
+      const double shift = normalise(step, outputs, r, i);
       if (shift != shift) return void(room.ended[s] = -1);
       if (total == -(C)__builtin_inf()) {  // has ended
         links[k] = {a.begin, k, 0};
@@ -377,7 +395,7 @@ class BeamSearch {
   }
 
   // Choose the words that continue the hypotheses of sentence i of those that are left, at step t.
-  void choose(const Factor<C>& outputs, int64_t i, int64_t t) {
+  void choose(const RecurrentForward& step, const Factor<C>& outputs, int64_t i, int64_t t) {
     const int64_t s = room.sentence[i], next = forced(s, t);
     C* const totals = room.totals + s * K;
     Best<C> best = {room.best + s * 2 * K, 2 * K, 0};
@@ -385,7 +403,7 @@ class BeamSearch {
     for (int64_t k = 0; k < K; ++k) {
       if (totals[k] == -(C)__builtin_inf()) continue;
       const int64_t r = i * K + k;
-      const double shift = normalise(outputs, r, i);
+      const double shift = normalise(step, outputs, r, i);
       if (shift != shift) return void(room.ended[s] = -1);
       if (shift == __builtin_inf()) continue;  // no word may come
       const auto add = [&](int64_t word, C score) {

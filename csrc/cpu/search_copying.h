@@ -41,13 +41,10 @@ struct SourceWords {
   }
 
   // Compute the scores of a row's words. Return what added to another word's logit is its score.
-  // `output` is what the words are scored by, `sum` the log-sum-exp of the logits of words that may
-  // come, `all` that of all words; `copied` has room for as many numbers as the source has words.
-  double score(int64_t r, int64_t s, const C* output, const C* weights, double sum, double all,
+  // `pointer` is the logit of the gate, `sum` the log-sum-exp of the logits of words that may come,
+  // `all` that of all words; `copied` has room for as many numbers as the source has words.
+  double score(int64_t r, int64_t s, double pointer, const C* weights, double sum, double all,
                double* copied) const {
-    double pointer = a.bias_pointer.data ? *row<C>(a.bias_pointer, 0) : 0;
-    const C* const weight = row<C>(a.weight_pointer, 0);
-    for (int64_t j = 0; j < a.R; ++j) pointer += (double)weight[j] * output[j];
     const Gate gate(pointer);
     for (int64_t at = 0; at < count(s); ++at) copied[at] = 0;
     const int64_t* const index = a.source_index + s * a.step.Tk;
