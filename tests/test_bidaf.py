@@ -80,12 +80,12 @@ def test_a_reader():
     assert model(text, TEXTS, question, QUESTIONS).weights is None
     for i, (n, m) in enumerate(zip(TEXTS, QUESTIONS)):
         h, u = (
-            model.encoder.rnn(model.embedding(x).unsqueeze(0))[0][0]
+            model.encoder.layers[0](model.embedding(x).unsqueeze(0))[0][0]
             for x in (text[i, :n], question[i, :m])
         )
         g = by_hand(model.attention, h, u)[0]
-        states = model.modeling.rnn(g.unsqueeze(0))[0]
-        last = model.ending.rnn(states)[0][0]
+        states = model.modeling.layers[0](g.unsqueeze(0))[0]
+        last = model.ending.layers[0](states)[0][0]
         for got, layer, x in zip(found, (model.start, model.end), (states[0], last)):
             want = layer(torch.cat([g, x], -1)).squeeze(-1).log_softmax(-1)
             torch.testing.assert_close(got[i, :n], want)

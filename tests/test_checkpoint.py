@@ -117,7 +117,7 @@ def test_parameters_that_are_not_finite_are_neither_written_nor_read(good, value
     before = good.read_bytes()
     broken = model()
     with torch.no_grad():
-        broken.encoder.rnn.weight_hh_l0[0, 0] = value
+        broken.encoder.layers[0].weight_hh_l0[0, 0] = value
     with pytest.raises(InputError, match=r"good.pt: expected finite parameters, got .*weight_hh"):
         checkpoint.save(good, CONFIG, broken, TOKENIZER)
     assert good.read_bytes() == before
@@ -125,7 +125,7 @@ def test_parameters_that_are_not_finite_are_neither_written_nor_read(good, value
     checkpoint.write(good, {**checkpoint.load(good), "model": broken.state_dict()})
     status, said, text = translate(good, capsys)
     assert status == 2 and text is None
-    assert "expected finite parameters, got NaN or infinity: encoder.rnn.weight_hh_l0" in said
+    assert "expected finite parameters, got NaN or infinity: encoder.layers.0.weight_hh_l0" in said
     assert main(["score", str(good), "--source", __file__, "--target", __file__]) == 2
     assert "expected finite parameters" in capsys.readouterr().err
 

@@ -11,9 +11,21 @@ import torch
 
 from attnfast.decoding import beam_search, greedy_search
 from attnfast.decoding._constraints import Constraints
-from attnfast.models import BOS, EOS, UNK, Config, Seq2Seq, build
-from attnfast.models.config import COPY_GATES
+from attnfast.models import (
+    ATTENTIONS,
+    BOS,
+    EOS,
+    UNK,
+    Config,
+    Encoder,
+    FixedContext,
+    Seq2Seq,
+    TransformerEncoder,
+    build,
+)
+from attnfast.models.config import COPY_GATES, NO_ATTENTION, USED_BY
 from attnfast.models.decoders import READOUTS
+from attnfast.models.encoders import POSITIONS
 from attnfast.nn import PointerGenerator
 from attnfast.nn.recurrent import RECURRENCES
 from attnfast.ops.backends import FLOATS
@@ -493,3 +505,78 @@ def test_a_state_of_another_number_of_layers_is_refused():
             model.decode(target, state._replace(hidden=wrong), memory)
         with pytest.raises(ValueError, match=r"hx.hidden must be \[3, 4, 18\]"):
             model.decoder(model.embed(target), memory.memory, state._replace(hidden=wrong))
+
+
+#: A value of each setting that changes an attention.
+CHANGES = {
+    "temperature": 2.0, "gated": True, "hard": True, "top_k": 2, "hops": 3, "heads": 3,
+    "score": "dot", "slope": 0.5, "sigma": 2.0, "num_filters": 3, "filter_width": 3,
+    "filter_channels": "both", "coverage_penalty": 0.5, "fertility": 3.0, "fixed_stride": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_every_attention_with_every_setting(attention):
+    """Each steps as it runs in one call, searches and has gradients; each setting has an effect."""
+    changes = [{}, *({x: y} for x, y in CHANGES.items() if attention in USED_BY[x])]
+    changes += [{"hard": True, "gated": True}] * (attention in USED_BY["hard"])
+    first = {"num_filters": 4} if attention == "forward" else {}  # none by itself
+    source, lengths = make_source()
+    target, plain = torch.randint(4, VOCAB, (4, 6)), None
+    for more in changes:
+        torch.manual_seed(0)
+        sizes = {"embed_dim": 12, "hidden_dim": 12, "window": 2, "stride": 2}
+        more = {**first, **more}
+        model = build(Config(VOCAB, attention, **sizes, **more)).eval()
+        expected = model(source, lengths, target, need_weights=attention not in NO_ATTENTION)
+        assert plain is None or not torch.equal(expected[0], plain), more
+        plain = expected[0] if plain is None else plain
+        memory, state = model.encode(source, lengths)
+        for t, word in enumerate(target.split(1, 1)):
+            logits, state, _ = model.decode(word, state, memory)
+            torch.testing.assert_close(logits[:, 0], expected[0][:, t])
+        weighted = {"need_weights": True} if attention not in NO_ATTENTION else {}
+        found = beam_search(model, source, lengths, beam=2, **weighted)
+        if weighted and attention != "predictive" and not more.get("temperature"):
+            sums = found.weights[:, 0, 0].sum(-1)
+            torch.testing.assert_close(sums, torch.ones(4))
+        model.train()
+        made = model(source, lengths, target)
+        made[0].logsumexp(-1).sum().backward()
+        for name, parameter in model.named_parameters():
+            assert parameter.grad is not None, name
+
+
+@pytest.mark.parametrize("cell", ["rnn", "gru", "lstm"])
+def test_an_encoder_of_one_direction_with_residuals(cell):
+    torch.manual_seed(0)
+    encoder = Encoder(6, 5, cell, layers=3, bidirectional=False, residual=True)
+    x, lengths = torch.randn(3, 7, 6), torch.tensor([7, 1, 4])
+    states = encoder(x, lengths)
+    for i, n in enumerate(lengths.tolist()):
+        y = encoder.layers[0](x[i : i + 1, :n])[0]
+        for layer in encoder.layers[1:]:
+            y = y + layer(y)[0]
+        torch.testing.assert_close(states[i, :n], y[0])
+        assert not states[i, n:].any()
+    context = FixedContext(bidirectional=False).prepare(states, lengths).value
+    torch.testing.assert_close(context[:, 0], states[range(3), lengths - 1])
+    config = Config(VOCAB, "none", unidirectional=True, cell=cell, embed_dim=12, hidden_dim=9)
+    model = build(config).eval()
+    source, lengths = make_source()
+    last = model.encoder(model.embed(source), lengths)[range(4), lengths - 1]
+    _, state = model.encode(source, lengths)
+    torch.testing.assert_close(state.hidden[0], torch.tanh(model.bridge(last)))
+
+
+@pytest.mark.parametrize("positions", POSITIONS)
+def test_positions_of_a_transformer_encoder(positions):
+    """A sentence in another order has other states, with each kind of position."""
+    torch.manual_seed(0)
+    encoder = TransformerEncoder(6, 4, layers=2, positions=positions, max_distance=9).eval()
+    for name, x in encoder.named_parameters():
+        if "positions" in name:
+            torch.nn.init.normal_(x)
+    x = torch.randn(1, 5, 6)
+    states, other = encoder(x, torch.tensor([5])), encoder(x.flip(1), torch.tensor([5]))
+    assert not torch.allclose(states, other.flip(1), atol=1e-3)

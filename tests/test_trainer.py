@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from attnfast._utils.checks import InputError
+from attnfast.losses import Reinforce
 from attnfast.models import Config, build
 from attnfast.translate import checkpoint
 from attnfast.translate.data import Batch, Example, WordTokenizer, collate
@@ -81,6 +82,26 @@ def test_what_the_loss_is_of():
         wanted = wanted - smoothing * log_probs.mean() if smoothing else wanted
         loss = train_step(model, make_optimizer(model, options), batch, options, 1e-3)
         assert loss == pytest.approx(wanted.item(), rel=1e-6)
+
+
+def test_hard_attention_learns_by_reinforce():
+    """The loss is that of whole targets, for each word; the baseline is part of a checkpoint."""
+    model, batch = made(hard=True)
+    options = Options(reinforce_weight=0.5, entropy_weight=0.1)
+    reinforce = Reinforce(options.reinforce_weight, options.entropy_weight)
+    plain = copy.deepcopy(model)
+    torch.manual_seed(2)
+    predicted = plain(batch.source, batch.lengths, batch.target_in)
+    each = predicted[0].log_softmax(-1).gather(-1, batch.target_out.unsqueeze(-1)).squeeze(-1)
+    each = (each * (batch.target_out != 0)).sum(-1)
+    drawn = predicted.history
+    assert (drawn.log_prob < 0).any()
+    wanted = copy.deepcopy(reinforce)(each, drawn.log_prob, drawn.entropy) * 3 / 16
+    torch.manual_seed(2)
+    optimizer = make_optimizer(model, options)
+    loss = train_step(model, optimizer, batch, options, 1e-3, reinforce=reinforce)
+    assert loss == pytest.approx(wanted.item(), rel=1e-6)
+    assert reinforce.baseline.item() == pytest.approx(each.mean().item(), rel=1e-6)
 
 
 def test_options_without_effect_are_refused():

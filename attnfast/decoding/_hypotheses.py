@@ -24,7 +24,8 @@ class SearchOutput(NamedTuple):
         finished: ``[B, N]``, True if the end is the last word. Without it, no word could follow.
         word_scores: the score of each word, ``[B, N, T]``, 0 after the end: its log-probability, or
             the combination with a scorer's.
-        weights: attention weights ``[B, N, T, Tk]``, 0 after the end, if requested, else None.
+        weights: attention weights ``[B, N, T, Tk]``, 0 after the end, if requested, else None;
+            those of several heads or hops are averaged.
 
     Example:
         >>> from attnfast.models import Config, build
@@ -131,7 +132,8 @@ class Hypotheses:
         if search.need_weights:
             if weights is None:
                 raise InputError("the model returns no attention weights, which the search needs")
-            self.weights.append(weights[:, -1])
+            last = weights[..., -1, :]
+            self.weights.append(last if last.dim() == 2 else last.mean(1))  # of several heads
         other = None
         if search.scorer is not None:
             other, self.judged = search.scorer.score(last, self.judged, self.memory)

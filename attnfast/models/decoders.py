@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from attnfast._utils.checks import (
     check_array,
     check_choice,
+    check_flag,
     check_like,
     check_numbers,
 )
@@ -27,17 +28,19 @@ CELLS = {"rnn": AttentionRNN, "gru": AttentionGRU, "lstm": AttentionLSTM}
 READOUTS = ("deep", "attentional")
 
 
-def summary(states: Tensor, lengths: Tensor) -> Tensor:
-    """Return the last state of each direction of a bidirectional encoder.
+def summary(states: Tensor, lengths: Tensor, bidirectional: bool = True) -> Tensor:
+    """Return the last state of each direction of an encoder.
 
     Args:
-        states: ``[B, Tk, 2H]``, forward and backward states side by side.
+        states: ``[B, Tk, 2H]``, forward and backward states side by side, or of one direction.
         lengths: ``[B]``, each at least 1.
+        bidirectional: whether the states are of two directions.
 
     Returns:
-        ``[B, 2H]``: the forward state of the last word and the backward state of the first, joined.
+        ``[B, 2H]``: the forward state of the last word and the backward state of the first, joined;
+        of one direction, the state of the last word.
     """
-    forward, backward = states.chunk(2, -1)
+    forward, backward = states.chunk(2, -1) if bidirectional else (states, states[..., :0])
     last = (lengths - 1).to(states.device).view(-1, 1, 1).expand(-1, 1, forward.shape[-1])
     first = backward[:, :1].sum(1)  # one row, or none for an empty batch
     return torch.cat([forward.gather(1, last).squeeze(1), first], -1)
@@ -52,6 +55,7 @@ class FixedContext(nn.Module):
 
     Args:
         backend: of the decoder's recurrent layer; ``"reference"`` for PyTorch's own.
+        bidirectional: False for an encoder of one direction: :math:`c_t = h_n`.
 
     Paper: Cho et al., "Learning Phrase Representations using RNN Encoder-Decoder", EMNLP 2014,
     arXiv:1406.1078.
@@ -64,16 +68,17 @@ class FixedContext(nn.Module):
         True
     """
 
-    def __init__(self, backend: str | None = None):
+    def __init__(self, backend: str | None = None, bidirectional: bool = True):
         super().__init__()
         check_backend(backend)
         self.backend = backend
+        self.bidirectional = check_flag("bidirectional", bidirectional)
 
     def prepare(self, states: Tensor, lengths: Tensor) -> Memory:
         """Return a memory with one value, the last states of each direction, ``[B, 1, 2H]``.
 
         Args:
-            states: ``[B, Tk, 2H]``, of a bidirectional encoder.
+            states: ``[B, Tk, 2H]``, of an encoder.
             lengths: ``[B]``, each at least 1.
 
         Raises:
@@ -81,7 +86,7 @@ class FixedContext(nn.Module):
         """
         check_array("states", states, "floating-point", ("B", "Tk", "2H"))
         check_numbers("lengths", lengths, states.shape[0], 1, states.shape[1], "states")
-        value = summary(states, lengths).unsqueeze(1)
+        value = summary(states, lengths, self.bidirectional).unsqueeze(1)
         return Memory(value, value)
 
     def forward(
@@ -119,7 +124,7 @@ class NoContext(FixedContext):
     The context is one feature.
 
     Args:
-        backend: of the decoder's recurrent layer; ``"reference"`` for PyTorch's own.
+        backend, bidirectional: as in :class:`FixedContext`.
 
     Paper: Sutskever, Vinyals and Le, "Sequence to Sequence Learning with Neural Networks",
     NeurIPS 2014, arXiv:1409.3215.

@@ -1,4 +1,4 @@
-"""Encoders of sentences: bidirectional recurrent layers, and a sparse transformer."""
+"""Encoders of sentences: recurrent layers, and a sparse transformer."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from attnfast._utils.checks import (
     check_array,
     check_choice,
+    check_flag,
     check_like,
     describe,
     raise_type_error,
@@ -17,6 +18,8 @@ from attnfast._utils.checks import (
 )
 from attnfast.models._checks import check_lengths, check_share
 from attnfast.nn import (
+    LearnedPositions,
+    RelativePositions,
     SinusoidalPositions,
     SparseSelfAttention,
     TransformerEncoderLayer,
@@ -27,29 +30,34 @@ from attnfast.ops.arguments import length_mask
 from attnfast.ops.backends import check_backend
 from attnfast.spans import Span
 
+POSITIONS = ("sinusoidal", "learned", "relative")
 CELLS = {"rnn": nn.RNN, "gru": nn.GRU, "lstm": nn.LSTM}
 
 
 class Encoder(nn.Module):
-    r"""A bidirectional RNN over the source.
+    r"""An RNN over the source, in both directions or one.
 
     .. math:: \overrightarrow h_j = \mathrm{RNN}(\overrightarrow h_{j-1}, x_j), \quad
               \overleftarrow h_j = \mathrm{RNN}(\overleftarrow h_{j+1}, x_j), \quad
               h_j = [\overrightarrow h_j; \overleftarrow h_j]
 
-    With self-attention the states are :math:`\mathrm{norm}(h_j + \mathrm{attend}(h)_j)`.
+    A layer reads the states of the layer below; with ``residual`` these are added to its own. With
+    self-attention the states are :math:`\mathrm{norm}(h_j + \mathrm{attend}(h)_j)`.
 
     Args:
         embed_dim: E, features of the words.
-        hidden_dim: H, features of each direction.
+        hidden_dim: H, features of each direction; an RNN in one direction has 2H.
         cell: ``"rnn"``, ``"gru"`` or ``"lstm"``.
         layers: number of stacked RNNs.
         dropout: between the layers, and on the output of the self-attention.
         self_attention: lets the states attend to each other, or None; its output is added to them
             and the sum is normalised.
+        bidirectional: read the source in both directions.
+        residual: add to the states of each layer above the first those of the layer below.
         backend: of the recurrent layers; ``"reference"`` for PyTorch's own.
 
-    Paper: Schuster and Paliwal, "Bidirectional recurrent neural networks", IEEE TSP 45(11), 1997.
+    Papers: Schuster and Paliwal, "Bidirectional recurrent neural networks", IEEE TSP 45(11), 1997;
+    Wu et al., arXiv:1609.08144 (GNMT), for residual connections.
 
     Example:
         >>> encoder = attnfast.models.Encoder(embed_dim=3, hidden_dim=4)
@@ -66,6 +74,9 @@ class Encoder(nn.Module):
         layers: int = 1,
         dropout: float = 0.0,
         self_attention: SparseSelfAttention | None = None,
+        *,
+        bidirectional: bool = True,
+        residual: bool = False,
         backend: str | None = None,
     ):
         super().__init__()
@@ -74,25 +85,23 @@ class Encoder(nn.Module):
         check_sizes(embed_dim=embed_dim, hidden_dim=hidden_dim, layers=layers)
         check_choice("cell", cell, CELLS)
         check_share("dropout", dropout)
+        self.bidirectional = check_flag("bidirectional", bidirectional)
+        self.residual = check_flag("residual", residual)
         if not isinstance(self_attention, (nn.Module, type(None))):
             raise_type_error("self_attention", "a module or None", describe(self_attention))
         self.self_attention = self_attention
         if self_attention is not None:
             self.norm = nn.LayerNorm(2 * hidden_dim)
-            self.dropout = nn.Dropout(dropout)
-        self.rnn = CELLS[cell](
-            int(embed_dim),  # PyTorch does not accept NumPy integers
-            int(hidden_dim),
-            int(layers),
-            batch_first=True,
-            bidirectional=True,
-            dropout=dropout if layers > 1 else 0.0,
-        )
-
-    @property
-    def output_dim(self) -> int:
-        """The number of features of the states, 2H."""
-        return 2 * self.rnn.hidden_size
+        self.dropout = nn.Dropout(dropout)
+        self.embed_dim, self.output_dim = int(embed_dim), 2 * int(hidden_dim)
+        features = int(hidden_dim) if self.bidirectional else self.output_dim
+        self.layers = nn.ModuleList(
+            CELLS[cell](
+                self.output_dim if layer else self.embed_dim, features, batch_first=True,
+                bidirectional=self.bidirectional,
+            )
+            for layer in range(layers)
+        )  # fmt: skip
 
     def forward(self, embedded: Tensor, lengths: Tensor) -> Tensor:
         """Return ``[B, Tk, 2H]``, the states of ``embedded [B, Tk, E]``; 0 past ``lengths``.
@@ -100,23 +109,27 @@ class Encoder(nn.Module):
         Raises:
             ValueError, TypeError: an argument does not fit; the message names it.
         """
-        check_array("embedded", embedded, "floating-point", ("B", "Tk", self.rnn.input_size))
+        check_array("embedded", embedded, "floating-point", ("B", "Tk", self.embed_dim))
         check_like("embedded", embedded, next(self.parameters(), embedded))
         check_lengths(lengths, embedded, whose="embedded")
-        length = embedded.shape[1]
-        done = run_rnn(self.rnn, embedded, None, lengths.to(embedded.device).long(), self.backend)
-        if done is None:
-            packed = pack_padded_sequence(
-                embedded, lengths.cpu(), batch_first=True, enforce_sorted=False
-            )
-            done = self.rnn(packed)
-            done = pad_packed_sequence(done[0], batch_first=True, total_length=length)
-        states = done[0]
+        states, there = embedded, lengths.to(embedded.device)
+        for number, layer in enumerate(self.layers):
+            read = self.dropout(states) if number else states
+            above = self._run(layer, read, lengths, there.long())
+            states = states + above if number and self.residual else above
         if self.self_attention is None:
             return states
-        lengths = lengths.to(states.device)
-        states = self.norm(states + self.dropout(self.self_attention(states, lengths)[0]))
-        return states * length_mask(lengths, length).unsqueeze(-1)
+        states = self.norm(states + self.dropout(self.self_attention(states, there)[0]))
+        return states * length_mask(there, states.shape[1]).unsqueeze(-1)
+
+    def _run(self, rnn: nn.Module, x: Tensor, lengths: Tensor, there: Tensor) -> Tensor:
+        """Return the states of a layer; ``there`` are the lengths on the device."""
+        assert isinstance(rnn, nn.RNNBase)
+        done = run_rnn(rnn, x, None, there, self.backend)
+        if done is not None:
+            return done[0]
+        packed = pack_padded_sequence(x, lengths.cpu(), batch_first=True, enforce_sorted=False)
+        return pad_packed_sequence(rnn(packed)[0], batch_first=True, total_length=x.shape[1])[0]
 
 
 class TransformerEncoder(nn.Module):
@@ -134,6 +147,10 @@ class TransformerEncoder(nn.Module):
         layers: L.
         dropout: on the words with their positions, and on the output of each sublayer.
         backend: of the self-attention.
+        positions: ``"sinusoidal"``; ``"learned"``, a vector for each of ``max_distance``
+            positions; or ``"relative"``, a bias of the scores for each distance up to
+            ``max_distance``, in each layer and head.
+        max_distance: positions or distances with parameters of their own.
 
     Paper: Vaswani et al., "Attention Is All You Need", NeurIPS 2017, arXiv:1706.03762; before a
     recurrent decoder, Chen et al., "The Best of Both Worlds", ACL 2018, arXiv:1804.09849.
@@ -153,23 +170,37 @@ class TransformerEncoder(nn.Module):
         layers: int = 1,
         dropout: float = 0.0,
         backend: str | None = None,
+        *,
+        positions: str = "sinusoidal",
+        max_distance: int = 512,
     ):
         super().__init__()
-        check_sizes(embed_dim=embed_dim, hidden_dim=hidden_dim, layers=layers)
+        check_sizes(
+            embed_dim=embed_dim, hidden_dim=hidden_dim, layers=layers, max_distance=max_distance
+        )
+        check_choice("positions", positions, POSITIONS)
         check_share("dropout", dropout)
         self.embed_dim, self.output_dim, self.backend = embed_dim, 2 * hidden_dim, backend
         self.proj = nn.Linear(embed_dim, self.output_dim)
-        self.positions = SinusoidalPositions()
+        self.positions: nn.Module = nn.Identity()
+        if positions == "sinusoidal":
+            self.positions = SinusoidalPositions()
+        elif positions == "learned":
+            self.positions = LearnedPositions(max_distance, self.output_dim)
         if heads is None and self.output_dim % 4:
             raise_value_error("hidden_dim", "even for an encoder of four heads", hidden_dim)
         heads = [Span()] * 4 if heads is None else heads
+        relative = positions == "relative"
         if isinstance(heads, (list, tuple)) and heads and self.output_dim % len(heads):
             raise_value_error(
                 "heads", f"as many as divide 2 · hidden_dim, {self.output_dim}", len(heads)
             )
         self.layers = nn.ModuleList(
             TransformerEncoderLayer(
-                SparseSelfAttention(self.output_dim, heads, backend=backend),
+                SparseSelfAttention(
+                    self.output_dim, heads, backend=backend,
+                    positions=RelativePositions(len(heads), max_distance) if relative else None,
+                ),
                 4 * self.output_dim, dropout,
             )
             for _ in range(layers)

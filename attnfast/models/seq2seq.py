@@ -62,12 +62,17 @@ class EncodedSource(NamedTuple):
 
 
 class Seq2SeqOutput(tuple):
-    """``logits, coverage`` of a whole target; ``weights [B, T, Tk]``, None unless requested."""
+    """``logits, coverage`` of a whole target.
+
+    The attributes are ``weights [B, T, Tk]``, None unless requested, and ``history``, that of the
+    attention after the target, such as a :class:`attnfast.nn.HardAttentionState`, or None.
+    """
 
     weights: Tensor | None = None
+    history: Any = None
 
 
-keep_in_pytrees(Seq2SeqOutput, "weights")
+keep_in_pytrees(Seq2SeqOutput, "weights", "history")
 
 
 class Seq2Seq(nn.Module):
@@ -202,7 +207,8 @@ class Seq2Seq(nn.Module):
         states = self.dropout(self.encoder(embedded, lengths))
         lengths = lengths.to(states.device)
         memory = self.decoder.attention.prepare(states, lengths)
-        return memory, self.decoder.initial(torch.tanh(self.bridge(summary(states, lengths))))
+        last = summary(states, lengths, getattr(self.encoder, "bidirectional", True))
+        return memory, self.decoder.initial(torch.tanh(self.bridge(last)))
 
     def _search_inputs(
         self, source: EncodedSource, state: RecurrentState, constraints: Constraints
@@ -319,8 +325,8 @@ class Seq2Seq(nn.Module):
 
         Returns:
             ``logits, coverage``: the logits of :meth:`decode`, and ``[B]``, the coverage loss of a
-            :class:`attnfast.nn.CoverageAttention`, or None; the attribute ``weights`` is that of
-            :meth:`decode`.
+            :class:`attnfast.nn.CoverageAttention`, or None; the attributes are ``weights``, as in
+            :meth:`decode`, and ``history``, that of the attention.
 
         Raises:
             ValueError, TypeError: an argument does not fit; the message names it.
@@ -337,5 +343,5 @@ class Seq2Seq(nn.Module):
         logits, state, weights = self.decode(target_in, state, memory, need_weights)
         covers = state.history is not None and isinstance(self.decoder.attention, CoverageAttention)
         predicted = Seq2SeqOutput((logits, state.history.loss if covers else None))
-        predicted.weights = weights
+        predicted.weights, predicted.history = weights, state.history
         return predicted

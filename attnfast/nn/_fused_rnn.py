@@ -326,6 +326,10 @@ def _reversed(x: Tensor, lengths: Tensor | None) -> Tensor:
     return x.gather(1, index.unsqueeze(-1).expand_as(x))
 
 
+#: The layers of PyTorch whose cells the operator has, with its names for them.
+MODES = {nn.GRU: "gru", nn.LSTM: "lstm", nn.RNN: "tanh"}
+
+
 def run_rnn(
     rnn: nn.RNNBase,
     input: Tensor,
@@ -333,7 +337,9 @@ def run_rnn(
     lengths: Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Any] | None:
-    """Return the output and state of an ``nn.GRU`` or ``nn.LSTM``, or None if PyTorch is as fast.
+    """Return the output and state of an ``nn.GRU``, ``nn.LSTM`` or ``nn.RNN``, or None.
+
+    None means that PyTorch is as fast.
 
     Args:
         rnn: the module whose parameters, layers, directions and dropout are used.
@@ -344,8 +350,9 @@ def run_rnn(
     """
     lstm = isinstance(rnn, nn.LSTM)
     reason = ""
-    if not is_plain(rnn, nn.GRU, nn.LSTM) or rnn.proj_size or not rnn.batch_first:
-        reason = "it is no plain nn.GRU or nn.LSTM, batch first and without projections"
+    is_tanh = getattr(rnn, "nonlinearity", "tanh") == "tanh"
+    if not is_plain(rnn, *MODES) or rnn.proj_size or not rnn.batch_first or not is_tanh:
+        reason = "it is no plain nn.GRU, nn.LSTM or nn.RNN, batch first and without projections"
     elif (lstm and lengths is None) or input.is_cuda:
         reason = "oneDNN is as fast for an nn.LSTM without lengths, and cuDNN faster"
     elif input.dim() != 3:
@@ -366,7 +373,8 @@ def run_rnn(
         for direction in range(directions):
             place, suffix = number * directions + direction, "_reverse" * direction
             parameters = {y: getattr(rnn, f"{y}_l{number}{suffix}", None) for y in NAMES}
-            layer = Layer("lstm" if lstm else "gru", **parameters)  # type: ignore[arg-type]
+            mode = next(mode for kind, mode in MODES.items() if isinstance(rnn, kind))
+            layer = Layer(mode, **parameters)  # type: ignore[arg-type]
             first = zeros if h is None else h[place], zeros if c is None else c[place]
             state = RecurrentState(first[0], first[1] if lstm else None)
             read = _reversed(x, lengths) if direction else x

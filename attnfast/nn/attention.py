@@ -285,7 +285,8 @@ class _AttentionWrapper(nn.Module):
         Raises:
             ValueError, TypeError: an argument does not fit; the message names it.
         """
-        return self.attention.prepare(states, lengths, mask, values)
+        separate = () if values is None else (values,)
+        return self.attention.prepare(states, lengths, mask, *separate)
 
 
 class BahdanauAttention(_Attention):

@@ -88,19 +88,24 @@ class MultiHopAttention(nn.Module):
         self.between = nn.Linear(dim, dim, bias=False) if tying == "layer-wise" else nn.Identity()
 
     def prepare(
-        self, sources: Sequence[Tensor], lengths: Tensor | None = None, mask: Tensor | None = None
+        self,
+        sources: Tensor | Sequence[Tensor],
+        lengths: Tensor | None = None,
+        mask: Tensor | None = None,
     ) -> MultiHopMemory:
         """Prepare a source's keys and values for all hops.
 
         Args:
             sources: tensors ``[B, Tk, dim]``: keys and values, or with adjacent tying ``hops + 1``
-                tensors, where each hop's values are the next hop's keys.
+                tensors, where each hop's values are the next hop's keys; or one tensor for all.
             lengths, mask: as in :func:`attnfast.prepare`.
 
         Raises:
             ValueError, TypeError: an argument does not fit; the message names it.
         """
         wanted = self.hops + 1 if self.tying == "adjacent" else 2
+        if isinstance(sources, Tensor):
+            sources = [sources] * wanted
         if not isinstance(sources, (list, tuple)) or len(sources) != wanted:
             got = len(sources) if isinstance(sources, (list, tuple)) else describe(sources)
             raise_value_error("sources", f"{wanted} tensors with {self.tying} tying", got)
@@ -114,14 +119,15 @@ class MultiHopAttention(nn.Module):
         return MultiHopMemory(tuple(prepare(key, c, **options) for key, c in pairwise(sources)))
 
     def forward(
-        self, query: Tensor, memory: MultiHopMemory, need_weights: bool = False
+        self, query: Tensor, memory: MultiHopMemory, need_weights: bool | str = False
     ) -> tuple[Tensor, Tensor | None]:
         """Attend to the memory K times.
 
         Args:
             query: q, ``[B, dim]`` or ``[B, Tq, dim]``.
             memory: from :meth:`prepare`.
-            need_weights: return the weights of all hops too, or the scores if ``linear``.
+            need_weights: return the weights of all hops too, or the scores if ``linear``;
+                ``"dense"`` is equivalent.
 
         Returns:
             :math:`u^{K+1}`, ``[B, dim]`` or ``[B, Tq, dim]``, and ``[B, K, Tk]`` or ``[B, K, Tq,
@@ -131,7 +137,7 @@ class MultiHopAttention(nn.Module):
             ValueError, TypeError: an argument does not fit; the message names it.
         """
         check_tensor("query", query)
-        check_flag("need_weights", need_weights)
+        need_weights = need_weights == "dense" or check_flag("need_weights", need_weights)
         if not isinstance(memory, MultiHopMemory) or not isinstance(memory.memories, tuple):
             raise_type_error("memory", "a result of prepare(...)", describe(memory))
         wanted = self.hops if self.tying == "adjacent" else 1

@@ -304,6 +304,10 @@ class CoverageAttention(HistoryAttention):
         }
 
 
+#: What the filters of location features read.
+CHANNELS = ("previous", "coverage", "both")
+
+
 class LocationAwareAttention(HistoryAttention):
     r"""Additive attention with location features: filters over the previous weights.
 
@@ -356,7 +360,7 @@ class LocationAwareAttention(HistoryAttention):
             query_dim, key_dim, attn_dim, bias=bias, activation=activation,
             normalisation=normalisation, backend=backend,
         )  # fmt: skip
-        check_choice("channels", channels, ("previous", "coverage", "both"))
+        check_choice("channels", channels, CHANNELS)
         check_choice("initial_weights", initial_weights, ("zeros", "uniform"))
         check_int("num_filters", num_filters, 0)
         if not is_int(width) or width < 1 or width % 2 == 0:

@@ -18,7 +18,7 @@ from attnfast._utils.progress import Progress, log
 from attnfast._utils.settings import check_settings, setting, with_settings
 from attnfast._utils.signals import Interrupted, stop_on_signal
 from attnfast.analysis import diagnostics
-from attnfast.losses import alignment_loss
+from attnfast.losses import Reinforce, alignment_loss
 from attnfast.models import PAD, Config, Seq2Seq, sequence_loss
 from attnfast.models.config import NO_ATTENTION
 from attnfast.translate import checkpoint
@@ -44,13 +44,21 @@ class Options:
     )
     label_smoothing: float = setting(
         0.1,
-        "probability spread over the vocabulary in the target; unused with a pointer-generator",
+        "probability spread over the vocabulary in the target; unused with a pointer-generator and "
+        "with hard attention",
         at_least=0,
         at_most=1,
     )
     coverage_loss: float = setting(
         1.0, "weight of the coverage loss of coverage attention", at_least=0
     )
+    reinforce_weight: float = setting(
+        1.0, "weight of the reward of the keys that hard attention samples", at_least=0
+    )
+    entropy_weight: float = setting(
+        0.01, "weight of the entropy of hard attention, which keeps it from choosing too early",
+        at_least=0,
+    )  # fmt: skip
     alignment_loss: float = setting(
         1.0, "weight of the loss on the attention weights of aligned pairs", at_least=0
     )
@@ -90,6 +98,9 @@ class Options:
             (self, "coverage_loss", attention == "coverage", unused),
             (self, "attention_lr_scale", attention not in NO_ATTENTION, unused),
             (self, "label_smoothing", not config.pointer_generator, "with a pointer-generator"),
+            (self, "label_smoothing", not config.hard, "with hard attention"),
+            (self, "reinforce_weight", config.hard, "without hard attention"),
+            (self, "entropy_weight", config.hard, "without hard attention"),
         ):
             default, value = getattr(type(x), name), getattr(x, name)
             if value != default and not is_used:
@@ -129,10 +140,12 @@ def train_step(
     options: Options,
     rate: float,
     supervision: float = 0.0,
+    reinforce: Reinforce | None = None,
 ) -> float:
     """Run a training step on one batch; return its loss.
 
-    ``supervision`` is the weight of the loss on attention's weights, if the batch has alignments.
+    ``supervision`` is the weight of the loss on attention's weights, if the batch has alignments;
+    ``reinforce`` the loss of hard attention.
     """
     for group in optimizer.param_groups:
         group["lr"] = rate * group.get("scale", 1.0)
@@ -141,15 +154,23 @@ def train_step(
     needs = {} if aligned is None else {"need_weights": True}
     predicted = model(batch.source, batch.lengths, batch.target_in, **needs)
     logits, coverage = predicted
+    words = (batch.target_out != PAD).sum()
     copying = getattr(getattr(model, "module", model), "pointer", None) is not None
-    smoothing = 0.0 if copying else options.label_smoothing
-    loss = sequence_loss(logits, batch.target_out, smoothing)
+    if reinforce is None:
+        smoothing = 0.0 if copying else options.label_smoothing
+        loss = sequence_loss(logits, batch.target_out, smoothing)
+    else:  # of sentences, per word
+        log_likelihood = logits.log_softmax(-1).gather(-1, batch.target_out.unsqueeze(-1))
+        log_likelihood = log_likelihood.squeeze(-1).masked_fill(batch.target_out == PAD, 0).sum(-1)
+        drawn = predicted.history
+        of_sentences = reinforce(log_likelihood, drawn.log_prob, drawn.entropy)
+        loss = of_sentences * len(batch.target_out) / words
     if coverage is not None and options.coverage_loss:
-        words = (batch.target_out != PAD).sum()
         loss = loss + options.coverage_loss * coverage.sum() / words
     if aligned is not None:
         rows = (aligned.sum(-1) > 0).sum().clamp_min(1)
-        of_rows = alignment_loss(predicted.weights, aligned)
+        weights = predicted.weights
+        of_rows = alignment_loss(weights.mean(1) if weights.dim() == 4 else weights, aligned)
         loss = loss + supervision * of_rows.sum() / rows
     loss.backward()
     nn.utils.clip_grad_norm_(model.parameters(), options.clip)
@@ -250,6 +271,10 @@ class Trainer:
     def __post_init__(self):
         self.device = next(self.model.parameters()).device
         self.optimizer = make_optimizer(self.model, self.options)
+        self.reinforce = None
+        if self.config.hard:
+            weights = self.options.reinforce_weight, self.options.entropy_weight
+            self.reinforce = Reinforce(*weights).to(self.device)
         self.epoch, self.step = 0, 0  # the next step of the current epoch
         self.loss_sum, self.seconds = 0.0, 0.0  # over the steps of the current epoch
         self.history: list[dict[str, float]] = []
@@ -275,6 +300,8 @@ class Trainer:
         }
         state |= {"options": asdict(self.options), **self._fingerprints()}
         state["optimizer"] = self.optimizer.state_dict()
+        if self.reinforce is not None:
+            state["reinforce"] = self.reinforce.state_dict()
         state["random"] = torch.get_rng_state()
         if self.device.type == "cuda":
             state["random_cuda"] = torch.cuda.get_rng_state(self.device)
@@ -325,6 +352,8 @@ class Trainer:
                 "whose BLEU is another"
             )
         self.optimizer.load_state_dict(training["optimizer"])
+        if self.reinforce is not None:
+            self.reinforce.load_state_dict(training["reinforce"])
         for attribute in ("epoch", "step", "loss_sum", "seconds", "history"):
             setattr(self, attribute, training[attribute])
         torch.set_rng_state(training["random"])
@@ -385,7 +414,7 @@ class Trainer:
                 place = self.epoch * self.steps + self.step, options.epochs * self.steps
                 loss = train_step(
                     self.model, self.optimizer, batch, options, options.rate(*place),
-                    options.supervision(*place),
+                    options.supervision(*place), self.reinforce,
                 )  # fmt: skip
                 self.loss_sum += self._finite(loss, f"loss of step {self.step + 1}")
                 self.seconds += time.perf_counter() - start
