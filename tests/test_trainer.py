@@ -1,6 +1,7 @@
 """One step of training, beside the same written out."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -10,10 +11,12 @@ from attnfast._utils.checks import InputError
 from attnfast.losses import Reinforce
 from attnfast.models import Config, build
 from attnfast.translate import checkpoint
+from attnfast.translate import trainer as trainer_module
 from attnfast.translate.data import Batch, Example, WordTokenizer, collate
 from attnfast.translate.trainer import (
     Options,
     Trainer,
+    batch_loss,
     make_optimizer,
     sequence_loss,
     train_step,
@@ -102,6 +105,93 @@ def test_hard_attention_learns_by_reinforce():
     loss = train_step(model, optimizer, batch, options, 1e-3, reinforce=reinforce)
     assert loss == pytest.approx(wanted.item(), rel=1e-6)
     assert reinforce.baseline.item() == pytest.approx(each.mean().item(), rel=1e-6)
+
+
+def test_gradients_of_batches_add_up_to_those_of_one():
+    """As those of one batch of all their words."""
+    torch.manual_seed(0)
+    pairs = [Example([4, 5, 6], [7, 8, 9, 10]), Example([9], [8]), Example([6, 7], [5, 4])]
+    model, _ = made("coverage")
+    options, losses = Options(), []
+    for groups in ([pairs], [pairs[:1], pairs[1:]]):
+        own = copy.deepcopy(model)
+        batches = [collate(group) for group in groups]
+        losses.append(train_step(own, make_optimizer(own, options), batches, options, 0.0))
+        losses.append([x.grad for x in own.parameters()])
+    assert losses[0] == pytest.approx(losses[2], rel=1e-6)
+    torch.testing.assert_close(losses[1], losses[3])
+
+
+def test_scheduled_sampling_replaces_what_the_decoder_reads(monkeypatch):
+    model, batch = made()
+    asked, own = [], batch.target_in.flip(0)
+
+    def sampled(target_in, logits, share):
+        torch.testing.assert_close(
+            logits, model(batch.source, batch.lengths, batch.target_in)[0].detach()
+        )
+        asked.append((target_in is batch.target_in, share))
+        return own
+
+    monkeypatch.setattr(trainer_module, "scheduled_sampling", sampled)
+    loss = batch_loss(model, batch, Options(), sampled_share=0.3)
+    logits, _ = model(batch.source, batch.lengths, own)
+    torch.testing.assert_close(loss, sequence_loss(logits, batch.target_out, 0.1))
+    assert asked == [(True, 0.3)]
+    options = Options(scheduled_sampling=0.5)
+    assert [options.sampled_share(i, 5) for i in range(5)] == [0.0, 0.125, 0.25, 0.375, 0.5]
+
+
+def make_trainer(tmp_path, **options):
+    model, _ = made()
+    pairs = [Example([4, 5], [6, 7]), Example([8], [9]), Example([5, 6, 4], [7])]
+    options = Options(batch_size=1, **options)
+    config, text = Config(11, embed_dim=8, hidden_dim=6, dropout=0.0), [("4", "5")]
+    words = WordTokenizer([*"4567890"])
+    return Trainer(config, model, words, options, pairs, pairs, text, tmp_path)
+
+
+def test_the_moving_average_is_validated_and_saved(tmp_path):
+    """It begins with the parameters after the first step."""
+    trainer = make_trainer(tmp_path, epochs=1, average=0.75)
+    seen, step = [], trainer.optimizer.step
+
+    def watched(*args):
+        step(*args)
+        seen.append([x.detach().clone() for x in trainer.model.parameters()])
+
+    trainer.optimizer.step = watched
+    trainer.run(lambda line: None)
+    assert len(seen) == 3
+    mean = seen[0]
+    for after in seen[1:]:
+        mean = [0.75 * x + 0.25 * y for x, y in zip(mean, after)]
+    best, last = (checkpoint.load(tmp_path / f"{x}.pt")["model"] for x in ("best", "last"))
+    names = [name for name, _ in trainer.model.named_parameters()]
+    torch.testing.assert_close([best[x] for x in names], mean)
+    torch.testing.assert_close([last[x] for x in names], seen[-1])
+
+
+def test_a_training_ends_when_its_patience_is_over(tmp_path, monkeypatch):
+    trainer = make_trainer(tmp_path, epochs=9, patience=2)
+    scores = iter([1.0, 3.0, 2.0, 2.5, 9.0])
+    entry = {"epoch": 0, "loss": 0, "valid_loss": 1.0, "step_ms": 0, "seconds": 0}
+    monkeypatch.setattr(trainer, "_validate", lambda *_: entry | {"bleu": next(scores)})
+    trainer.run(lambda line: None)
+    assert [x["bleu"] for x in trainer.history] == [1.0, 3.0, 2.0, 2.5]
+
+
+def test_a_compiled_model_learns_the_same(tmp_path, monkeypatch):
+    compiled = partial(torch.compile, backend="aot_eager")
+    monkeypatch.setattr(torch, "compile", compiled)
+    parameters = []
+    for compiles in (False, True):
+        trainer = make_trainer(tmp_path / str(compiles), epochs=1, compile=compiles)
+        trainer.directory.mkdir()
+        trainer.run(lambda line: None)
+        assert (trainer.trained is trainer.model) is not compiles
+        parameters.append(list(trainer.model.parameters()))
+    torch.testing.assert_close(*parameters)
 
 
 def test_options_without_effect_are_refused():

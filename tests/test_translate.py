@@ -116,11 +116,16 @@ def test_training_learns_and_logs(trained):
     assert sorted(path.name for path in trained.iterdir()) == ["best.pt", "last.pt", "log.csv"]
 
 
-@pytest.mark.parametrize("attention", ["bahdanau", "general"])
-def test_a_resumed_training_ends_with_the_same_bits(
-    corpus, tmp_path, attention, monkeypatch, capsys
-):
-    assert main(command(corpus, tmp_path / "whole", "--attention", attention)) == 0
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--attention=bahdanau"],
+        ["--attention=general", "--recurrence=independent"],
+        ["--hard", "--average=0.9", "--scheduled-sampling=0.5"],
+    ],
+)
+def test_a_resumed_training_ends_with_the_same_bits(corpus, tmp_path, options, monkeypatch, capsys):
+    assert main(command(corpus, tmp_path / "whole", *options)) == 0
     original, calls = trainer.train_step, []
 
     def interrupted_step(*args):
@@ -130,7 +135,7 @@ def test_a_resumed_training_ends_with_the_same_bits(
         return original(*args)
 
     monkeypatch.setattr(trainer, "train_step", interrupted_step)
-    parts = command(corpus, tmp_path / "parts", "--attention", attention)
+    parts = command(corpus, tmp_path / "parts", *options)
     assert main(parts) == 130
     assert "after step 5 of epoch 1; the same command with --resume continues" in sentence(capsys)
     assert main([*parts, "--resume"]) == 130
@@ -145,7 +150,8 @@ def same_training(whole, other):
     """Whether two trainings are the same to the bit, but for the time they took."""
     whole, other = (checkpoint.load(folder / "last.pt") for folder in (whole, other))
     assert same(whole["model"], other["model"])
-    for name in ("optimizer", "random", "epoch", "step"):
+    parts = {"optimizer", "random", "epoch", "step", "average", "reinforce"}
+    for name in parts & whole["training"].keys():
         assert same(whole["training"][name], other["training"][name])
     for a, b in zip(whole["training"]["history"], other["training"]["history"], strict=True):
         assert all(a[name] == b[name] for name in ("epoch", "loss", "valid_loss", "bleu"))

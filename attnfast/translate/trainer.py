@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from attnfast._utils.checks import InputError, argument_message
 from attnfast._utils.progress import Progress, log
@@ -19,12 +20,14 @@ from attnfast._utils.settings import check_settings, setting, with_settings
 from attnfast._utils.signals import Interrupted, stop_on_signal
 from attnfast.analysis import diagnostics
 from attnfast.losses import Reinforce, alignment_loss
-from attnfast.models import PAD, Config, Seq2Seq, sequence_loss
+from attnfast.models import PAD, Config, Seq2Seq, scheduled_sampling, sequence_loss
 from attnfast.models.config import NO_ATTENTION
 from attnfast.translate import checkpoint
 from attnfast.translate.data import Batch, Example, Tokenizer, batches, collate
 from attnfast.translate.evaluate import SearchOptions, bleu, translate
 
+#: Options that may change when a training is resumed.
+FREE = ("save_every", "compile", "patience")
 #: The settings of a model that a trainer sets, to the lengths of its pairs.
 MEASURED = ("length_ratio", "longest_target")
 
@@ -37,7 +40,13 @@ class Options:
     epochs: int = setting(
         6, "passes over the training pairs; the learning rate reaches 0 at their end", at_least=1
     )
+    patience: int | None = setting(
+        None,
+        "epochs without a better BLEU after which training ends; none unless given",
+        at_least=1,
+    )
     batch_size: int = setting(64, "sentence pairs in a batch", at_least=1)
+    accumulate: int = setting(1, "batches whose gradients are added up for a step", at_least=1)
     learning_rate: float = setting(1e-3, "peak of the learning rate", above=0)
     warmup: float = setting(
         0.05, "share of all steps in which the learning rate rises", at_least=0, at_most=1
@@ -75,6 +84,21 @@ class Options:
     clip: float = setting(
         1.0, "largest norm of the gradient; inf leaves it unclipped", above=0, at_most=math.inf
     )
+    scheduled_sampling: float = setting(
+        0.0,
+        "share of target words that the model's own replace at the last step, rising from 0 at the "
+        "first",
+        at_least=0,
+        at_most=1,
+    )
+    average: float = setting(
+        0.0,
+        "decay of the moving average of parameters that is validated and saved in best.pt; with 0 "
+        "the parameters themselves are",
+        at_least=0,
+        below=1,
+    )
+    compile: bool = setting(False, "compile the model with torch.compile, for training alone")
     seed: int = setting(
         1, "seed of initial parameters, data order and dropout", at_least=0, below=2**63
     )
@@ -111,6 +135,10 @@ class Options:
         rise = min(1.0, (step + 1) / max(self.warmup * steps, 1))
         return self.learning_rate * rise * 0.5 * (1 + math.cos(math.pi * step / steps))
 
+    def sampled_share(self, step: int, steps: int) -> float:
+        """Return the share of target words that the model's own replace at a step."""
+        return self.scheduled_sampling * step / max(steps - 1, 1)
+
     def supervision(self, step: int, steps: int) -> float:
         """Return the weight of the loss on alignments at a step."""
         left = 1.0 if self.alignment_until is None else 1 - step / (self.alignment_until * steps)
@@ -133,26 +161,29 @@ def make_optimizer(model: Seq2Seq, options: Options) -> torch.optim.Optimizer:
     )
 
 
-def train_step(
-    model: Seq2Seq,
-    optimizer: torch.optim.Optimizer,
+def batch_loss(
+    model: nn.Module,
     batch: Batch,
     options: Options,
-    rate: float,
     supervision: float = 0.0,
     reinforce: Reinforce | None = None,
-) -> float:
-    """Run a training step on one batch; return its loss.
+    sampled_share: float = 0.0,
+) -> Tensor:
+    """Return the loss of a batch, a mean over its words.
 
-    ``supervision`` is the weight of the loss on attention's weights, if the batch has alignments;
-    ``reinforce`` the loss of hard attention.
+    Args:
+        supervision: weight of the loss on attention's weights, if the batch has alignments.
+        reinforce: the loss of hard attention.
+        sampled_share: share of target words that the model's own replace.
     """
-    for group in optimizer.param_groups:
-        group["lr"] = rate * group.get("scale", 1.0)
-    optimizer.zero_grad(set_to_none=True)
     aligned = batch.alignment if supervision else None
     needs = {} if aligned is None else {"need_weights": True}
-    predicted = model(batch.source, batch.lengths, batch.target_in, **needs)
+    target_in = batch.target_in
+    if sampled_share:
+        with torch.no_grad():
+            logits, _ = model(batch.source, batch.lengths, target_in)
+        target_in = scheduled_sampling(target_in, logits, sampled_share)
+    predicted = model(batch.source, batch.lengths, target_in, **needs)
     logits, coverage = predicted
     words = (batch.target_out != PAD).sum()
     copying = getattr(getattr(model, "module", model), "pointer", None) is not None
@@ -172,10 +203,37 @@ def train_step(
         weights = predicted.weights
         of_rows = alignment_loss(weights.mean(1) if weights.dim() == 4 else weights, aligned)
         loss = loss + supervision * of_rows.sum() / rows
-    loss.backward()
+    return loss
+
+
+def train_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batches: Batch | Sequence[Batch],
+    options: Options,
+    rate: float,
+    supervision: float = 0.0,
+    reinforce: Reinforce | None = None,
+    sampled_share: float = 0.0,
+) -> float:
+    """Run a training step on one batch or several; return the loss, a mean over all words.
+
+    The other arguments are those of :func:`batch_loss`.
+    """
+    for group in optimizer.param_groups:
+        group["lr"] = rate * group.get("scale", 1.0)
+    optimizer.zero_grad(set_to_none=True)
+    batches = [batches] if isinstance(batches, Batch) else batches
+    counts = [int((x.target_out != PAD).sum()) for x in batches]
+    total = 0.0
+    for batch, count in zip(batches, counts):
+        loss = batch_loss(model, batch, options, supervision, reinforce, sampled_share)
+        loss = loss * (count / sum(counts)) if len(counts) > 1 else loss
+        loss.backward()
+        total += loss.item()
     nn.utils.clip_grad_norm_(model.parameters(), options.clip)
     optimizer.step()
-    return loss.item()
+    return total
 
 
 class AttentionLog:
@@ -275,18 +333,29 @@ class Trainer:
         if self.config.hard:
             weights = self.options.reinforce_weight, self.options.entropy_weight
             self.reinforce = Reinforce(*weights).to(self.device)
+        #: The model that is trained, and the one that is validated and saved in best.pt.
+        self.trained: Any = self.model
+        if self.options.compile:
+            torch._dynamo.config.allow_rnn = True  # of which the encoder uses the parameters
+            self.trained = torch.compile(self.model, dynamic=True)
+        self.average = None
+        if self.options.average:
+            mean = get_ema_multi_avg_fn(self.options.average)
+            self.average = AveragedModel(self.model, multi_avg_fn=mean, use_buffers=True)
         self.epoch, self.step = 0, 0  # the next step of the current epoch
         self.loss_sum, self.seconds = 0.0, 0.0  # over the steps of the current epoch
         self.history: list[dict[str, float]] = []
         self.saved = time.monotonic()
-        self.steps = -(-len(self.train) // self.options.batch_size)
+        of_step = self.options.batch_size * self.options.accumulate
+        self.steps = -(-len(self.train) // of_step)
         if not self.train or not self.valid:
             raise InputError("expected training and validation pairs, got none that can be used")
         sources, targets = ([len(x[side]) + 1 for x in self.train] for side in (0, 1))
         ratio = max(self.config.length_ratio, 2 * sum(targets) / sum(sources))
         longest = max(self.config.longest_target, *targets)
         self.config = replace(self.config, length_ratio=ratio, longest_target=longest)
-        self.model.length_ratio, self.model.longest_target = ratio, longest
+        for model in (self.model, self.validated):
+            model.length_ratio, model.longest_target = ratio, longest
 
     def _fingerprints(self) -> dict[str, int]:
         """Return a checksum of the training pairs, and one of those that BLEU is measured on."""
@@ -300,20 +369,26 @@ class Trainer:
         }
         state |= {"options": asdict(self.options), **self._fingerprints()}
         state["optimizer"] = self.optimizer.state_dict()
-        if self.reinforce is not None:
-            state["reinforce"] = self.reinforce.state_dict()
+        for name, module in (("reinforce", self.reinforce), ("average", self.average)):
+            if module is not None:
+                state[name] = module.state_dict()
         state["random"] = torch.get_rng_state()
         if self.device.type == "cuda":
             state["random_cuda"] = torch.cuda.get_rng_state(self.device)
         return {"training": state}
 
-    def save(self, name: str, **state: Any) -> None:
-        """Write a checkpoint of this name."""
-        path = self.directory / name
-        checkpoint.save(path, self.config, self.model, self.tokenizer, **state)
+    @property
+    def validated(self) -> Seq2Seq:
+        """The model that is validated: the trained one, or its moving average."""
+        return self.model if self.average is None else self.average.module
+
+    def save(self, name: str, model: Seq2Seq | None = None, **state: Any) -> None:
+        """Write a checkpoint of this name, of the validated model unless another is given."""
+        model = self.validated if model is None else model
+        checkpoint.save(self.directory / name, self.config, model, self.tokenizer, **state)
 
     def _save_last(self) -> None:
-        self.save("last.pt", **self._progress())
+        self.save("last.pt", self.model, **self._progress())
         self.saved = time.monotonic()
 
     def resume(self, state: dict[str, Any], name: str) -> None:
@@ -334,7 +409,7 @@ class Trainer:
                 continue
             first = began[option]
             more = option == "epochs" and value > first
-            if value != first and not more and option != "save_every":
+            if value != first and not more and option not in FREE:
                 least = "at least " if option == "epochs" else ""
                 raise InputError(
                     f"{option} must be {least}{first}, as when the training of {name} began, "
@@ -352,8 +427,9 @@ class Trainer:
                 "whose BLEU is another"
             )
         self.optimizer.load_state_dict(training["optimizer"])
-        if self.reinforce is not None:
-            self.reinforce.load_state_dict(training["reinforce"])
+        for name, module in (("reinforce", self.reinforce), ("average", self.average)):
+            if module is not None:
+                module.load_state_dict(training[name])
         for attribute in ("epoch", "step", "loss_sum", "seconds", "history"):
             setattr(self, attribute, training[attribute])
         torch.set_rng_state(training["random"])
@@ -372,7 +448,7 @@ class Trainer:
             Interrupted: Ctrl-C or SIGTERM; ``last.pt`` has all up to the last finished step.
         """
         with stop_on_signal() as check:
-            while self.epoch < self.options.epochs:
+            while self.epoch < self.options.epochs and not self._has_converged():
                 try:
                     self._run_epoch(check, report)
                     entry = self._validate(check, report)
@@ -393,6 +469,13 @@ class Trainer:
                     "BLEU {bleu:.2f}, {step_ms:.0f} ms a step, {seconds:.0f} s".format(**entry)
                 )
 
+    def _has_converged(self) -> bool:
+        """Return whether the patience is over."""
+        if self.options.patience is None or not self.history:
+            return False
+        best = max(range(len(self.history)), key=lambda i: rank(self.history[i]))
+        return len(self.history) - 1 - best >= self.options.patience
+
     def _finite(self, loss: float, name: str) -> float:
         if not math.isfinite(loss):
             raise InputError(
@@ -410,12 +493,16 @@ class Trainer:
             while self.step < self.steps:
                 check()
                 start = time.perf_counter()
-                batch = collate(groups[self.step]).to(self.device)
+                first = self.step * options.accumulate
+                some = groups[first : first + options.accumulate]
                 place = self.epoch * self.steps + self.step, options.epochs * self.steps
                 loss = train_step(
-                    self.model, self.optimizer, batch, options, options.rate(*place),
-                    options.supervision(*place), self.reinforce,
+                    self.trained, self.optimizer, [collate(x).to(self.device) for x in some],
+                    options, options.rate(*place), options.supervision(*place), self.reinforce,
+                    options.sampled_share(*place),
                 )  # fmt: skip
+                if self.average is not None:
+                    self.average.update_parameters(self.model)
                 self.loss_sum += self._finite(loss, f"loss of step {self.step + 1}")
                 self.seconds += time.perf_counter() - start
                 self.step += 1
@@ -437,10 +524,10 @@ class Trainer:
                 check()
 
             log = AttentionLog()
-            loss = validation_loss(self.model, groups, done, log)
+            loss = validation_loss(self.validated, groups, done, log)
             loss = self._finite(loss, "validation loss")
             greedy = SearchOptions(beam=1)
-            found = translate(self.model, self.tokenizer, sources, greedy, progress=done)
+            found = translate(self.validated, self.tokenizer, sources, greedy, progress=done)
         limited = sum(x.is_limited for x in found)
         if limited:
             report(
