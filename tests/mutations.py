@@ -1221,10 +1221,14 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         "train_step": [
             ("nn.utils.clip_grad_norm_(model.parameters(), options.clip)", ""),
             ('group["lr"] = rate', "pass"),
+            ("optimizer.zero_grad(set_to_none=True)", "pass"),
+            ("count / sum(counts)", "1 / len(counts)"),
+        ],
+        "batch_loss": [
             ("smoothing = 0.0 if copying else options.label_smoothing",
              "smoothing = options.label_smoothing"),
-            ("optimizer.zero_grad(set_to_none=True)", "pass"),
             ("coverage.sum() / words", "coverage.mean()"),
+            ("of_sentences * len(batch.target_out) / words", "of_sentences"),
         ],
         "validation_loss": [
             ("batch.target_out).item() * count", "batch.target_out).item()"),
@@ -1233,8 +1237,10 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         "Trainer.__post_init__": [
             ("2 * sum(targets) / sum(sources)", "sum(targets) / sum(sources)"),
             ("max(self.config.longest_target, *targets)", "max(targets)"),
-            ("self.model.length_ratio, self.model.longest_target = ratio, longest", "pass"),
+            ("model.length_ratio, model.longest_target = ratio, longest", "pass"),
         ],
+        "Trainer._has_converged": [(">= self.options.patience", "> self.options.patience")],
+        "Trainer.save": [("self.validated if model is None else model", "self.model")],
         "Options.check": [('sparse or attention == "strided"', 'attention == "strided"')],
     },
     ("attnfast/translate/data.py", "tests/test_data.py"): {

@@ -140,7 +140,9 @@ def test_every_setting_is_an_option_with_its_default(settings, command):
             assert field.name not in options
             continue
         option = options[field.name]
-        assert option.option_strings == [f"--{field.name.replace('_', '-')}"]
+        name = field.name.replace("_", "-")
+        twin = [f"--no-{name}"] if field.type == "bool" else []
+        assert option.option_strings == [f"--{name}", *twin]
         assert option.default == field.default and type(option.default) is type(field.default)
         assert f"\n    {field.name}: {option.help}.\n" in settings.__doc__ + "\n"
 
@@ -159,7 +161,8 @@ def test_every_option_reaches_its_setting(settings, command, monkeypatch):
             choices = [x for x in options[field.name].choices or ["7"] if x != field.default]
             typed = choices[-1:]
             value = {"int": int, "str": str}.get(field.type, float)(typed[0])
-        args = cli._parser().parse_args([*required, *options[field.name].option_strings, *typed])
+        args = [*required, options[field.name].option_strings[0], *typed]
+        args = cli._parser().parse_args(args)
         read = cli._read_settings(settings, args)
         assert getattr(read, field.name) == value != field.default
         assert read == dataclasses.replace(settings(), **{field.name: value})

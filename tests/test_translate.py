@@ -82,6 +82,9 @@ def sentence(capsys):
     return error.replace("\r", "\n").strip().splitlines()[-1]
 
 
+FILES = ["best.pt", "config.toml", "last.pt", "log.csv"]
+
+
 def same(a, b):
     if isinstance(a, torch.Tensor):
         return torch.equal(a, b)
@@ -91,6 +94,37 @@ def same(a, b):
 
 
 # Training
+
+
+def test_a_file_of_options(corpus, trained, tmp_path, capsys):
+    """A training writes its options; a file of them trains the same; what is typed comes first."""
+    arguments = command(corpus, tmp_path / "typed", "--gated", "--clip=inf", "--epochs=1")
+    assert main(arguments) == 0
+    written = tmp_path / "typed" / "config.toml"
+    own = tmp_path / "own.toml"
+    keys = re.sub(r"^\w+", lambda x: x[0].replace("_", "-"), written.read_text(), flags=re.M)
+    own.write_text(keys)
+    read = ["train", "--backend=reference"]
+    assert main([*read, "--config", str(own), f"--model-dir={tmp_path / 'read'}"]) == 0
+    same_training(tmp_path / "typed", tmp_path / "read")
+    assert (tmp_path / "read" / "config.toml").read_text() == written.read_text()
+    more = ["--no-gated", "--dropout=0", "--epochs=1", f"--model-dir={tmp_path / 'other'}"]
+    assert main([*read, *more, f"--config={own}"]) == 0
+    config = checkpoint.load(tmp_path / "other" / "last.pt")["config"]
+    assert config["gated"] is False and config["dropout"] == 0 and config["hidden_dim"] == 16
+    capsys.readouterr()
+    for content, message in (
+        ("magic = 3", "own.toml: expected options of the command, got magic"),
+        ("epochs = [3]", "own.toml: epochs must be a string, number or boolean, got [3]"),
+        ("epochs = 1.5", "--epochs: expected an integer, got '1.5'"),
+        ("epochs 3", "own.toml: expected a TOML file, got "),
+        ("cell = 'x'", "--cell: invalid choice: 'x'"),
+    ):
+        own.write_text(content + "\n")
+        assert main([*arguments, "--config", str(own)]) == 2
+        assert message in sentence(capsys)
+    assert main([*read, "--config", str(tmp_path / "none.toml")]) == 2
+    assert "none.toml: No such file or directory" in sentence(capsys)
 
 
 def test_loss_ignores_padding_and_the_rate_rises_and_falls():
@@ -113,7 +147,7 @@ def test_training_learns_and_logs(trained):
     assert last["bleu"] > first["bleu"] + 20
     assert last["entropy"] < first["entropy"] - 0.2  # it has learnt where to look
     assert last["largest"] > first["largest"] and last["diagonality"] > first["diagonality"]
-    assert sorted(path.name for path in trained.iterdir()) == ["best.pt", "last.pt", "log.csv"]
+    assert sorted(path.name for path in trained.iterdir()) == FILES
 
 
 @pytest.mark.parametrize(
@@ -206,7 +240,7 @@ def test_killed_in_an_epoch_a_training_goes_on_from_there(corpus, tmp_path):
     assert (state["epoch"], state["step"]) == (1, 4)
     assert main([*command(corpus, parts), "--resume"]) == 0
     same_training(whole, parts)
-    assert sorted(path.name for path in parts.iterdir()) == ["best.pt", "last.pt", "log.csv"]
+    assert sorted(path.name for path in parts.iterdir()) == FILES
 
 
 @pytest.mark.parametrize("minutes", [0, 1, 1e9])
@@ -273,7 +307,7 @@ def test_a_second_ctrl_c_is_final(corpus, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(trainer, "train_step", impatient)
     assert main(command(corpus, tmp_path)) == 130
     assert sentence(capsys) == "attnfast: interrupted; existing files are intact"
-    assert list(tmp_path.iterdir()) == []
+    assert [x.name for x in tmp_path.iterdir()] == ["config.toml"]
 
 
 def test_signals_that_are_ignored_stay_so(corpus, tmp_path, monkeypatch):
@@ -331,7 +365,7 @@ def test_a_full_disk_leaves_the_last_checkpoint(corpus, tmp_path, monkeypatch, c
 
     def full(descriptor):
         calls.append(1)
-        if len(calls) > 3:  # two checkpoints and the log of epoch 1
+        if len(calls) > 4:  # the options, two checkpoints and the log of epoch 1
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         original(descriptor)
 
@@ -341,7 +375,7 @@ def test_a_full_disk_leaves_the_last_checkpoint(corpus, tmp_path, monkeypatch, c
     assert "cannot write " in said and said.endswith(".pt: No space left on device")
     assert checkpoint.load(tmp_path / "copy" / "last.pt")["training"]["epoch"] == 1
     names = sorted(path.name for path in (tmp_path / "copy").iterdir())
-    assert names == ["best.pt", "last.pt", "log.csv"]
+    assert names == FILES
     monkeypatch.undo()
     assert main([*arguments, "--resume"]) == 0
 

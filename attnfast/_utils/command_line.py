@@ -9,23 +9,45 @@ import signal
 import sys
 import warnings
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from attnfast._utils.checks import InputError, out_of_memory, reason
+from attnfast._utils.config_file import arguments
 from attnfast._utils.progress import log
 from attnfast._utils.signals import Interrupted, raise_on_signal
 
-__all__ = ["Parser", "run"]
+__all__ = ["Flag", "Parser", "run"]
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that reports errors in one sentence and prints the usage only for --help."""
+    """A parser that reports errors in one sentence and prints the usage only for --help.
+
+    A command with an option ``--config`` reads the options in that file before those typed.
+    """
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse arguments, and those of a file of options."""
+        if args is not None and "--config" in self._option_string_actions:
+            only = Parser(self.prog, add_help=False, allow_abbrev=False)
+            only.add_argument("--config")
+            path = super(Parser, only).parse_known_args(args)[0].config
+            if path is not None:
+                args = [*arguments(path, self._option_string_actions), *args]
+        return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
         before, separator, choices = message.removeprefix("argument ").partition(" (choose from ")
         sentence = before + separator + choices.replace("'", "")
         hint = f": {self.prog} --help says more" if sentence == message else ""
         raise InputError(sentence + hint)
+
+
+class Flag(argparse.BooleanOptionalAction):
+    """An option with a twin that begins with ``--no-``; its help is the text alone."""
+
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__(*args, **options)
+        self.help = options["help"]  # Python before 3.13 appends the default
 
 
 def _with_options(text: str, args: argparse.Namespace) -> str:

@@ -25,8 +25,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from attnfast import __version__
+from attnfast._utils import config_file
 from attnfast._utils.checks import InputError, describe, optional, reason
-from attnfast._utils.command_line import Parser, run
+from attnfast._utils.command_line import Flag, Parser, run
 from attnfast._utils.progress import Progress, log
 from attnfast._utils.settings import kind_of
 from attnfast._utils.signals import Interrupted
@@ -63,7 +64,7 @@ def train(args: argparse.Namespace) -> None:
     """Train a translator; write best.pt, last.pt and log.csv."""
     from attnfast.models import Config
     from attnfast.models.config import NO_ATTENTION
-    from attnfast.translate.checkpoint import lock, make_folder
+    from attnfast.translate.checkpoint import lock, make_folder, write_atomically
     from attnfast.translate.data import read_alignments, read_pairs
     from attnfast.translate.trainer import Options
 
@@ -91,6 +92,9 @@ def train(args: argparse.Namespace) -> None:
     directory = Path(args.model_dir)
     make_folder(directory)  # fail now instead of an epoch later
     with lock(directory):
+        if not args.resume and not (directory / "last.pt").exists():
+            given = {name: x for name, x in vars(args).items() if name in args.kept}
+            write_atomically(directory / "config.toml", config_file.dumps(given).encode())
         _train(args, config, options, device, pairs, valid_pairs, links)
 
 
@@ -454,7 +458,7 @@ def _add_settings(
             continue
         option, text = f"--{field.name.replace('_', '-')}", field.metadata["help"]
         if kind_of(field) == "bool":
-            parser.add_argument(option, action="store_true", help=text)
+            parser.add_argument(option, action=Flag, default=field.default, help=text)
         else:
             parser.add_argument(
                 option,
@@ -532,6 +536,10 @@ def _parser() -> Parser:
     group.add_argument("--resume", action="store_true", help="continue the training in that folder")
     _add_settings(group, Options)
     add_device(sub)
+    text = "a TOML file of options, of which typed ones take precedence; train writes one"
+    add_file(sub, "--config", text)
+    free = ("help", "model_dir", "resume", "config", "backend", "device")
+    sub.set_defaults(kept=[x.dest for x in sub._actions if x.dest not in free])
 
     sub = command(translate)
     add_checkpoint(sub)
