@@ -1,4 +1,8 @@
-"""What each process of the DistributedDataParallel test runs; importable by a spawned process."""
+"""The functions that processes of distributed tests run; importable by a spawned process."""
+
+import os
+import signal
+import sys
 
 import torch
 import torch.distributed as dist
@@ -27,3 +31,24 @@ def gradients(rank, port, attention, query, source, lengths, queue):
         queue.put([p.grad.tolist() for p in attention.parameters()])
     dist.barrier()
     dist.destroy_process_group()
+
+
+def train(stop_at, arguments):
+    """Run ``attnfast train`` as one of two processes; the second gets SIGTERM in a step."""
+    from attnfast.translate import trainer
+    from attnfast.translate.cli import main
+
+    original, calls = trainer.train_step, []
+
+    def step(*args):
+        calls.append(1)
+        if int(os.environ["RANK"]) and len(calls) == stop_at:
+            signal.raise_signal(signal.SIGTERM)
+        return original(*args)
+
+    trainer.train_step = step
+    return main(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(train(int(sys.argv[1]), sys.argv[2:]))

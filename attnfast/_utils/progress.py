@@ -30,6 +30,7 @@ class Progress:
         unit: name of a part.
         done: number of parts done before.
         report: called with each plain line.
+        has_bar: whether there may be a bar.
     """
 
     def __init__(
@@ -39,12 +40,13 @@ class Progress:
         unit: str,
         done: int = 0,
         report: Callable[[str], object] = log,
+        has_bar: bool = True,
     ):
         self.name, self.total, self.unit, self.report = name, total, unit, report
         self.before = self.done = done
         self.start = self.said = time.monotonic()
         self.bar = None
-        if sys.stderr is not None and sys.stderr.isatty():
+        if has_bar and sys.stderr is not None and sys.stderr.isatty():
             with contextlib.suppress(ImportError):
                 from tqdm import tqdm
 

@@ -11,6 +11,7 @@ sentence and 128 more than the signal's number: 130 and 143.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import importlib.metadata
 import json
@@ -25,7 +26,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from attnfast import __version__
-from attnfast._utils import config_file
+from attnfast._utils import config_file, progress
 from attnfast._utils.checks import InputError, describe, optional, reason
 from attnfast._utils.command_line import Flag, Parser, run
 from attnfast._utils.progress import Progress, log
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from attnfast.models import Config, Seq2Seq
     from attnfast.translate.data import Links, Tokenizer
     from attnfast.translate.evaluate import SearchOptions, Translation
+    from attnfast.translate.processes import Processes
     from attnfast.translate.trainer import Options
 
 T = TypeVar("T")
@@ -66,6 +68,7 @@ def train(args: argparse.Namespace) -> None:
     from attnfast.models.config import NO_ATTENTION
     from attnfast.translate.checkpoint import lock, make_folder, write_atomically
     from attnfast.translate.data import read_alignments, read_pairs
+    from attnfast.translate.processes import join_processes
     from attnfast.translate.trainer import Options
 
     is_word = args.tokenizer == "word"
@@ -90,15 +93,26 @@ def train(args: argparse.Namespace) -> None:
         links = read_alignments(args.alignments, pairs)
 
     directory = Path(args.model_dir)
-    make_folder(directory)  # fail now instead of an epoch later
-    with lock(directory):
-        if not args.resume and not (directory / "last.pt").exists():
-            given = {name: x for name, x in vars(args).items() if name in args.kept}
-            write_atomically(directory / "config.toml", config_file.dumps(given).encode())
-        _train(args, config, options, device, pairs, valid_pairs, links)
+    with join_processes(device) as processes, contextlib.ExitStack() as stack:
+        if not processes.rank:
+            make_folder(directory)  # fail now instead of an epoch later
+            stack.enter_context(lock(directory))
+            if not args.resume and not (directory / "last.pt").exists():
+                given = {name: x for name, x in vars(args).items() if name in args.kept}
+                write_atomically(directory / "config.toml", config_file.dumps(given).encode())
+        _train(args, config, options, processes, pairs, valid_pairs, links)
 
 
-def _log_unknown(tokenizer: Tokenizer, name: str, pairs: Sequence[tuple[str, str]]) -> None:
+def _no_log(sentence: str) -> None:
+    """Log nothing, in all processes but the first."""
+
+
+def _log_unknown(
+    tokenizer: Tokenizer,
+    name: str,
+    pairs: Sequence[tuple[str, str]],
+    log: Callable[[str], None],
+) -> None:
     """Report the characters or words of the pairs that are not in the vocabulary, if any."""
     unknown = tokenizer.lacking(text for pair in pairs for text in pair)
     if unknown:
@@ -113,12 +127,13 @@ def _train(
     args: argparse.Namespace,
     config: Config,
     options: Options,
-    device: torch.device,
+    processes: Processes,
     pairs: list[tuple[str, str]],
     valid_pairs: list[tuple[str, str]],
     links: list[Links] | None,
 ) -> None:
     """Begin or resume a training in the folder ``args.model_dir``."""
+    log = _no_log if processes.rank else progress.log
     from attnfast.models import build
     from attnfast.translate import checkpoint
     from attnfast.translate.data import SubwordTokenizer, WordTokenizer, encode_pairs
@@ -157,8 +172,8 @@ def _train(
 
     copying, limit = config.pointer_generator, options.max_length
     if not copying:
-        _log_unknown(tokenizer, f"{args.source}, {args.target}", pairs)
-        _log_unknown(tokenizer, f"{args.valid_source}, {args.valid_target}", valid_pairs)
+        _log_unknown(tokenizer, f"{args.source}, {args.target}", pairs, log)
+        _log_unknown(tokenizer, f"{args.valid_source}, {args.valid_target}", valid_pairs, log)
     examples, skipped = encode_pairs(tokenizer, pairs, limit, copying, links)
     if links is not None:
         known = sum(x.alignment is not None for x in examples)
@@ -168,8 +183,9 @@ def _train(
         if sentence:
             log(f"{path}: {sentence}")
     trainer = Trainer(
-        config, model.to(device), tokenizer, options, examples, valid, valid_pairs, directory
-    )
+        config, model.to(processes.device), tokenizer, options, examples, valid, valid_pairs,
+        directory, processes,
+    )  # fmt: skip
     if args.resume:
         trainer.resume(state, str(last))
         before = state["training"]["options"]["epochs"]
@@ -179,7 +195,11 @@ def _train(
                 f"rates and alignment weights of a training of {options.epochs} epochs"
             )
     size = sum(p.numel() for p in model.parameters())
-    log(f"{size / 1e6:.1f} million parameters, {trainer.steps} steps an epoch, on {device}")
+    several = f", in {processes.count} processes" if processes.count > 1 else ""
+    log(
+        f"{size / 1e6:.1f} million parameters, {trainer.steps} steps an epoch, "
+        f"on {processes.device}{several}"
+    )
     try:
         trainer.run(log)
     except Interrupted as stop:

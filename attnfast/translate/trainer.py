@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 import zlib
@@ -25,6 +26,7 @@ from attnfast.models.config import NO_ATTENTION
 from attnfast.translate import checkpoint
 from attnfast.translate.data import Batch, Example, Tokenizer, batches, collate
 from attnfast.translate.evaluate import SearchOptions, bleu, translate
+from attnfast.translate.processes import SINGLE, Processes
 
 #: Options that may change when a training is resumed.
 FREE = ("save_every", "compile", "patience")
@@ -215,8 +217,15 @@ def train_step(
     supervision: float = 0.0,
     reinforce: Reinforce | None = None,
     sampled_share: float = 0.0,
+    processes: Processes = SINGLE,
+    has_part: Sequence[bool] = (),
 ) -> float:
     """Run a training step on one batch or several; return the loss, a mean over all words.
+
+    Args:
+        batches: this process's parts of the batches.
+        has_part: for each batch, whether its words count; all count unless given.
+        processes: those that share the batches.
 
     The other arguments are those of :func:`batch_loss`.
     """
@@ -225,15 +234,20 @@ def train_step(
     optimizer.zero_grad(set_to_none=True)
     batches = [batches] if isinstance(batches, Batch) else batches
     counts = [int((x.target_out != PAD).sum()) for x in batches]
-    total = 0.0
-    for batch, count in zip(batches, counts):
-        loss = batch_loss(model, batch, options, supervision, reinforce, sampled_share)
-        loss = loss * (count / sum(counts)) if len(counts) > 1 else loss
-        loss.backward()
-        total += loss.item()
+    counts = [n * has for n, has in zip(counts, has_part or [True] * len(counts))]
+    (words,) = processes.sums(sum(counts))
+    mean = 0.0
+    for i, (batch, count) in enumerate(zip(batches, counts)):
+        is_last = i + 1 == len(batches)
+        with contextlib.nullcontext() if is_last else processes.hold_gradients(model):
+            loss = batch_loss(model, batch, options, supervision, reinforce, sampled_share)
+            share = count / words
+            # Gradients become means over the processes.
+            (loss * (share * processes.count)).backward()
+        mean += loss.item() * share
     nn.utils.clip_grad_norm_(model.parameters(), options.clip)
     optimizer.step()
-    return total
+    return processes.sums(mean)[0]
 
 
 class AttentionLog:
@@ -312,6 +326,7 @@ class Trainer:
         valid: the pairs to measure the loss on.
         valid_text: source and target lines to measure BLEU on.
         directory: folder of the checkpoints ``last.pt`` and ``best.pt`` and of ``log.csv``.
+        processes: those that train together, each with a part of every batch.
 
     The length limit of translations is raised to the longest target of ``train``, and to twice the
     mean ratio of targets to sources, unless the config sets larger limits.
@@ -325,9 +340,12 @@ class Trainer:
     valid: Sequence[Example]
     valid_text: Sequence[tuple[str, str]]
     directory: Path
+    processes: Processes = SINGLE
 
     def __post_init__(self):
         self.device = next(self.model.parameters()).device
+        if self.processes.rank:  # the parameters are those of the first; dropout is its own
+            torch.manual_seed(self.options.seed + self.processes.rank)
         self.optimizer = make_optimizer(self.model, self.options)
         self.reinforce = None
         if self.config.hard:
@@ -338,6 +356,7 @@ class Trainer:
         if self.options.compile:
             torch._dynamo.config.allow_rnn = True  # of which the encoder uses the parameters
             self.trained = torch.compile(self.model, dynamic=True)
+        self.trained = self.processes.wrap(self.trained)
         self.average = None
         if self.options.average:
             mean = get_ema_multi_avg_fn(self.options.average)
@@ -372,9 +391,10 @@ class Trainer:
         for name, module in (("reinforce", self.reinforce), ("average", self.average)):
             if module is not None:
                 state[name] = module.state_dict()
-        state["random"] = torch.get_rng_state()
+        state["random"] = self.processes.gather(torch.get_rng_state())
         if self.device.type == "cuda":
-            state["random_cuda"] = torch.cuda.get_rng_state(self.device)
+            of_device = torch.cuda.get_rng_state(self.device)
+            state["random_cuda"] = self.processes.gather(of_device)
         return {"training": state}
 
     @property
@@ -384,6 +404,8 @@ class Trainer:
 
     def save(self, name: str, model: Seq2Seq | None = None, **state: Any) -> None:
         """Write a checkpoint of this name, of the validated model unless another is given."""
+        if self.processes.rank:
+            return
         model = self.validated if model is None else model
         checkpoint.save(self.directory / name, self.config, model, self.tokenizer, **state)
 
@@ -426,15 +448,21 @@ class Trainer:
                 f"{name}: expected the validation pairs that this training began with, got others, "
                 "whose BLEU is another"
             )
+        began_with, count = len(training["random"]), self.processes.count
+        if began_with != count:
+            raise InputError(
+                f"{name}: expected {began_with} processes, as when this training began, got {count}"
+            )
         self.optimizer.load_state_dict(training["optimizer"])
         for name, module in (("reinforce", self.reinforce), ("average", self.average)):
             if module is not None:
                 module.load_state_dict(training[name])
         for attribute in ("epoch", "step", "loss_sum", "seconds", "history"):
             setattr(self, attribute, training[attribute])
-        torch.set_rng_state(training["random"])
+        number = self.processes.rank
+        torch.set_rng_state(training["random"][number])
         if self.device.type == "cuda" and "random_cuda" in training:
-            torch.cuda.set_rng_state(training["random_cuda"], self.device)
+            torch.cuda.set_rng_state(training["random_cuda"][number], self.device)
 
     def run(self, report: Callable[[str], None] = log) -> None:
         """Train until the last epoch; write checkpoints and the log after each.
@@ -451,7 +479,7 @@ class Trainer:
             while self.epoch < self.options.epochs and not self._has_converged():
                 try:
                     self._run_epoch(check, report)
-                    entry = self._validate(check, report)
+                    entry = self._validate_once(check, report)
                 except Interrupted as stop:
                     self._save_last()
                     raise Interrupted(
@@ -489,17 +517,20 @@ class Trainer:
         options = self.options
         groups = batches(self.train, options.batch_size, options.seed, self.epoch)
         name = f"epoch {self.epoch + 1} of {options.epochs}"
-        with Progress(name, self.steps, "step", self.step, report) as progress:
+        is_first = not self.processes.rank
+        with Progress(name, self.steps, "step", self.step, report, is_first) as progress:
             while self.step < self.steps:
-                check()
+                if self._agree(check) and self.step:
+                    self._save_last()
                 start = time.perf_counter()
                 first = self.step * options.accumulate
                 some = groups[first : first + options.accumulate]
+                parts, has_part = zip(*map(self.processes.part, some))
                 place = self.epoch * self.steps + self.step, options.epochs * self.steps
                 loss = train_step(
-                    self.trained, self.optimizer, [collate(x).to(self.device) for x in some],
+                    self.trained, self.optimizer, [collate(x).to(self.device) for x in parts],
                     options, options.rate(*place), options.supervision(*place), self.reinforce,
-                    options.sampled_share(*place),
+                    options.sampled_share(*place), self.processes, has_part,
                 )  # fmt: skip
                 if self.average is not None:
                     self.average.update_parameters(self.model)
@@ -507,8 +538,36 @@ class Trainer:
                 self.seconds += time.perf_counter() - start
                 self.step += 1
                 progress(1, f"loss {self.loss_sum / self.step:.3f}")
-                if time.monotonic() - self.saved >= 60 * options.save_every:
-                    self._save_last()
+
+    def _agree(self, check: Callable[[], None]) -> bool:
+        """Return whether last.pt is due; raise Interrupted if any process was asked to stop."""
+        number = 0
+        try:
+            check()
+        except Interrupted as stop:
+            number = stop.number
+        is_due = time.monotonic() - self.saved >= 60 * self.options.save_every
+        due, stopped, of_all = self.processes.sums(
+            is_due and not self.processes.rank, number > 0, number
+        )
+        if stopped:
+            raise Interrupted(round(of_all / stopped))
+        return bool(due)
+
+    def _validate_once(
+        self, check: Callable[[], None], report: Callable[[str], None]
+    ) -> dict[str, float]:
+        """Validate in the first process; return its measurements in all of them."""
+        found: Any = None
+        if not self.processes.rank:
+            try:
+                found = self._validate(check, report)
+            except Interrupted as stop:
+                found = stop.number
+        found = self.processes.from_first(found)
+        if isinstance(found, int):
+            raise Interrupted(found)
+        return found
 
     def _validate(
         self, check: Callable[[], None], report: Callable[[str], None]
@@ -553,4 +612,6 @@ class Trainer:
             for entry in self.history
         ]
         content = "\n".join(rows) + "\n"
+        if self.processes.rank:
+            return
         checkpoint.write_atomically(self.directory / "log.csv", content.encode())
