@@ -106,7 +106,7 @@ check-machine:
 # First what pip would do without a word.
 .venv/installed: .venv/torch $(SOURCES)
 	$(BIN)/python setup.py -q build_ext --inplace
-	$(PIP) --no-build-isolation -e '.[translate,test,triton,lint]'
+	$(PIP) --no-build-isolation -e '.[translate,rouge,test,triton,lint]'
 	touch $@
 
 # Tests read its machine code; an install leaves it out where torch is without CUDA. All that are

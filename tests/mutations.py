@@ -1222,7 +1222,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
             ("nn.utils.clip_grad_norm_(model.parameters(), options.clip)", ""),
             ('group["lr"] = rate', "pass"),
             ("optimizer.zero_grad(set_to_none=True)", "pass"),
-            ("count / sum(counts)", "1 / len(counts)"),
+            ("share = count / words", "share = 1 / len(counts)"),
         ],
         "batch_loss": [
             ("smoothing = 0.0 if copying else options.label_smoothing",
@@ -1297,7 +1297,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         "train": [("options.check(config)", "pass")],
         "_Formatter._get_help_string": [("action.default is None or", "")],
         "_add_settings": [
-            ("default=field.default,", ""),
+            ("action=Flag, default=field.default", "action=Flag, default=None"),
             ("if field.name in skipped:", "if field.name in (*skipped, 'clip'):"),
             ('choices=field.metadata["choices"] or None,', ""),
         ],

@@ -492,7 +492,8 @@ def test_score_searches_as_translate_does(searched, tmp_path, capsys):
     for more in ([*options, "--batch-size=2"], []):
         assert main([*arguments, *more]) == 0
         scores.append(capsys.readouterr().out.splitlines()[0])
-    assert scores[0] == "BLEU 100.00 on 6 sentences, beam 2" and "100.00" not in scores[1]
+    assert scores[0] == "BLEU 100.00, chrF2 100.00, TER 0.00 on 6 sentences, beam 2"
+    assert "100.00" not in scores[1]
 
 
 # Packages

@@ -188,7 +188,7 @@ def test_a_tiny_demo_writes_pictures_and_returns_its_numbers(tmp_path, capsys, m
         assert list(values) == ["none", "eager", "fused"]
     assert min(result.step_seconds.values()) > 0
     assert result.memory["fused"] < result.memory["eager"]
-    assert sum(count for _, count, _ in result.bleu_by_length["fused"]) == 10
+    assert sum(x.sentences for x in result.bleu_by_length["fused"]) == 10
     assert result.loss_difference < 1e-4
 
     lines = out[0].split("\n\n")[0].splitlines()

@@ -20,7 +20,7 @@ from attnfast.models import sequence_loss
 from attnfast.translate import checkpoint, data, trainer
 from attnfast.translate.cli import main
 from attnfast.translate.data import read_lines
-from attnfast.translate.evaluate import Translation, bleu_by_length, translate
+from attnfast.translate.evaluate import Translation, translate
 
 pytest.importorskip("sentencepiece")
 pytest.importorskip("sacrebleu")
@@ -713,22 +713,35 @@ def test_a_checkpoint_runs_no_code(tmp_path, capsys):
     assert not (tmp_path / "made").exists()
 
 
-def test_score_prints_bleu_signature_and_table(corpus, trained, capsys):
+def test_score_prints_scores_signatures_and_tables(corpus, trained, tmp_path, capsys):
     files = ["--source", str(corpus / "valid.de"), "--target", str(corpus / "valid.en")]
-    arguments = [str(trained / "best.pt"), "--backend", "reference", "--device", "cpu"]
-    assert main(["score", *arguments, *files]) == 0
+    common = ["--backend", "reference", "--device", "cpu", "--beam=2"]
+    best = str(trained / "best.pt")
+    assert main(["score", best, *common, *files]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("BLEU ") and lines[0].endswith("on 20 sentences, beam 5")
-    assert "|version:" in lines[1]
-    assert sum(int(line.split()[1]) for line in lines[4:]) == 20
-
-
-def test_bleu_by_length_counts_each_sentence_once():
-    sources = ["a", "a b c d e", "a b c d e f", ""]
-    outputs = ["a b c d"] * 4
-    rows = bleu_by_length(sources, outputs, ["a b c d", "a b c d", "e f g h", "a b c d"])
-    assert [row[:2] for row in rows] == [("1–5", 3), ("6–10", 1)]
-    assert rows[0][2] == pytest.approx(100) and rows[1][2] < 30
+    number = r"\d+\.\d\d"
+    scores = f"BLEU {number}, chrF2 {number}, TER {number} on 20 sentences, beam 2"
+    assert re.fullmatch(scores, lines[0])
+    assert all("|version:" in line for line in lines[1:4])
+    assert sum(int(line.split()[1]) for line in lines[6:]) == 20
+    other = tmp_path / "other.pt"
+    state = checkpoint.load(best)
+    state["model"]["bias"] = state["model"]["bias"].roll(7)
+    checkpoint.write(other, state)
+    more = ["--length-bins=4,6", "--frequencies", str(corpus / "train.en"), "--rouge"]
+    more += ["--plot", str(tmp_path / "plot.png")]
+    assert main(["score", best, str(other), *common, *files, *more]) == 0
+    out = capsys.readouterr().out
+    assert len(re.findall(f"pt: {scores}", out)) == 2
+    assert len(re.findall(r"other.pt: p = 0\.\d{3} for BLEU, p = .* for chrF2, p = ", out)) == 1
+    assert len(re.findall(f"pt: ROUGE-1 {number}, ROUGE-2 {number}, ROUGE-L {number}\n", out)) == 2
+    assert len(re.findall(r" 1–4 +\d+ ", out)) == len(re.findall(r" 5–6 +\d+ ", out)) == 2
+    assert out.count(", by the frequency of words in ") == 2
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    for bins in ("3,x", "5,5", "0,4"):
+        assert main(["score", best, *files, f"--length-bins={bins}"]) == 2
+        said = f"--length-bins: expected rising numbers such as 10,20,30, got {bins}"
+        assert said in sentence(capsys)
 
 
 def test_a_pointer_generator_learns_to_copy(tmp_path, capsys):

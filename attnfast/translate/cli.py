@@ -209,14 +209,16 @@ def _train(
     log(f"best BLEU {best['bleu']:.2f} after epoch {best['epoch']}: {directory / 'best.pt'}")
 
 
-def _load(args: argparse.Namespace) -> tuple[Seq2Seq, Tokenizer]:
+def _load(args: argparse.Namespace, path: str | None = None) -> tuple[Seq2Seq, Tokenizer]:
+    """Load a checkpoint: that of the arguments unless a path is given."""
     from attnfast.translate import checkpoint
 
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     device = _device(args.device, args.backend)
-    state = checkpoint.load(args.checkpoint)
-    _, model, tokenizer = checkpoint.restore(state, args.backend, args.checkpoint)
+    path = args.checkpoint if path is None else path
+    state = checkpoint.load(path)
+    _, model, tokenizer = checkpoint.restore(state, args.backend, path)
     return model.to(device), tokenizer
 
 
@@ -336,21 +338,78 @@ def translate(args: argparse.Namespace) -> None:
 
 
 def score(args: argparse.Namespace) -> None:
-    """Translate a file and print its BLEU, overall and by length of the source."""
-    from attnfast.translate.data import read_pairs
-    from attnfast.translate.evaluate import SearchOptions, bleu, bleu_by_length
+    """Translate a file and print scores, overall, by length of the source and word frequency."""
+    from attnfast.translate import scores
+    from attnfast.translate.checkpoint import check_file, write_atomically
+    from attnfast.translate.data import read_lines, read_pairs
+    from attnfast.translate.evaluate import SearchOptions
 
     optional("sacrebleu", "attnfast score")
     _check_output()
+    edges = _read_edges(args.length_bins)
+    training = None if args.frequencies is None else read_lines(args.frequencies)
+    if args.plot is not None:
+        check_file(Path(args.plot))
+    if args.rouge:
+        optional("rouge_score", "--rouge", "rouge")
     sources, references = zip(*read_pairs(args.source, args.target))
     options = _read_settings(SearchOptions, args)
-    outputs = [x.text for x in _translate(*_load(args), options, sources, args.source)]
-    total, signature = bleu(outputs, references)
-    print(f"BLEU {total:.2f} on {len(sources)} sentences, beam {args.beam}")
-    print(signature)
-    print(f"\n{'source words':>12}  {'sentences':>9}  {'BLEU':>6}")
-    for name, count, value in bleu_by_length(sources, outputs, references):
-        print(f"{name:>12}  {count:>9}  {value:>6.2f}")
+    systems = {}
+    for name in dict.fromkeys(args.checkpoint):
+        model = _load(args, name)
+        systems[name] = [x.text for x in _translate(*model, options, sources, args.source)]
+    several = scores.compare(systems, references) if len(systems) > 1 else {}
+    for name, outputs in systems.items():
+        corpus = scores.corpus_scores(outputs, references)
+        values = ", ".join(f"{x.name} {x.score:.2f}" for x in corpus)
+        about = f"{name}: " if several else ""
+        print(f"{about}{values} on {len(sources)} sentences, beam {args.beam}")
+        if args.rouge:
+            found = scores.rouge(outputs, references)
+            print(about + ", ".join(f"{x} {value:.2f}" for x, value in found.items()))
+        differs = {x: p for x, (_, p) in several.get(name, {}).items() if p is not None}
+        if differs:
+            print(f"{about}" + ", ".join(f"p = {p:.3f} for {x}" for x, p in differs.items()))
+    for x in corpus:
+        print(x.signature)
+    rows = {
+        name: scores.scores_by_length(sources, outputs, references, edges)
+        for name, outputs in systems.items()
+    }
+    for name, of_system in rows.items():
+        print(f"\n{name}" * bool(several))
+        print(
+            f"{'source words':>12}  {'sentences':>9}  {'BLEU':>6}  {'length':>6}  {'repeated':>8}"
+        )
+        for row in of_system:
+            share = f"{100 * row.repeated:.1f} %"
+            print(
+                f"{row.name:>12}  {row.sentences:>9}  {row.bleu:>6.2f}  {row.ratio:>6.2f}  "
+                f"{share:>8}"
+            )
+    for name, outputs in {} if training is None else systems.items():
+        print(f"\n{name}, by the frequency of words in {args.frequencies}")
+        print(f"{'frequency':>12}  {'words':>9}  {'F1':>6}  {'rarest in':>9}  {'BLEU':>6}")
+        for label, words, f1, count, value in scores.score_by_frequency(
+            outputs, references, training or []
+        ):
+            shown = "" if value is None else f"{value:.2f}"
+            print(f"{label:>12}  {words:>9}  {f1:>6.2f}  {count:>9}  {shown:>6}")
+    if args.plot is not None:
+        write_atomically(Path(args.plot), scores.plot_bleu_by_length(rows))
+
+
+def _read_edges(text: str | None) -> list[int] | None:
+    """Read numbers such as 10,20,30."""
+    if text is None:
+        return None
+    try:
+        edges = [int(x) for x in text.split(",")]
+    except ValueError:
+        edges = []
+    if not edges or edges[0] < 1 or edges != sorted(set(edges)):
+        raise InputError(f"--length-bins: expected rising numbers such as 10,20,30, got {text}")
+    return edges
 
 
 def inspect(args: argparse.Namespace) -> None:
@@ -573,10 +632,17 @@ def _parser() -> Parser:
     add_device(sub)
 
     sub = command(score)
-    add_checkpoint(sub)
+    text = "best.pt or last.pt of attnfast train, one or several to compare with the first"
+    sub.add_argument("checkpoint", nargs="+", help=text)
     add_file(sub, "--source", "sentences to translate, one per line", required=True)
     add_file(sub, "--target", "their reference translations, one per line", required=True)
     drawing = ("n_best", "sample", "temperature", "top_k", "top_p", "seed")
+    text = "largest lengths of the rows of the table, such as 10,20,30; every fifth unless given"
+    sub.add_argument("--length-bins", metavar="N,N,...", help=text)
+    text = "target sentences of the training, to score words by their frequency in them"
+    add_file(sub, "--frequencies", text)
+    add_file(sub, "--plot", "picture of BLEU over the length of sources, a PNG")
+    sub.add_argument("--rouge", action="store_true", help="print ROUGE-1, ROUGE-2 and ROUGE-L")
     _add_settings(sub.add_argument_group("search"), SearchOptions, (*drawing, "alignments"))
     add_threads(sub)
     add_device(sub)

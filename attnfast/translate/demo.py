@@ -28,13 +28,8 @@ from attnfast.translate.data import (
     collate,
     encode_pairs,
 )
-from attnfast.translate.evaluate import (
-    SearchOptions,
-    alignment,
-    bleu,
-    bleu_by_length,
-    translate,
-)
+from attnfast.translate.evaluate import SearchOptions, alignment, translate
+from attnfast.translate.scores import LengthScore, bleu, scores_by_length
 from attnfast.translate.toy_grammar import ADVERBS, Pair, corpus
 from attnfast.translate.trainer import Options, make_optimizer, train_step
 
@@ -75,13 +70,13 @@ class Learner(NamedTuple):
 
 
 class Result(NamedTuple):
-    """Measurements by model; ``bleu_by_length`` is :mod:`attnfast.translate.evaluate`'s."""
+    """Measurements by model; ``bleu_by_length`` is :mod:`attnfast.translate.scores`'s."""
 
     step_seconds: dict[str, float]
     long_step_seconds: dict[str, float]
     memory: dict[str, int]
     bleu: dict[str, float]
-    bleu_by_length: dict[str, list[tuple[str, int, float]]]
+    bleu_by_length: dict[str, list[LengthScore]]
     loss_difference: float
 
 
@@ -220,7 +215,7 @@ def evaluate(
         median(order[-max(len(order) // 10, 1) :]),
         {n: peak_memory(partial(idle_step, x, longest, options)) for n, x in learners.items()},
         {name: bleu(lines, references)[0] for name, lines in outputs.items()},
-        {n: bleu_by_length(sources, lines, references, 10) for n, lines in outputs.items()},
+        {n: scores_by_length(sources, lines, references, width=10) for n, lines in outputs.items()},
         max(abs(a - b) for a, b in zip(learners["eager"].losses, learners["fused"].losses)),
     )
 
@@ -236,9 +231,8 @@ def table(result: Result) -> str:
     ):
         rows.append([title, *(form.format(values[name] * scale) for name in MODELS)])
     for entries in zip(*(result.bleu_by_length[name] for name in MODELS)):
-        length, count, _ = entries[0]
-        title = f"  {length} words ({count} sentences)"
-        rows.append([title, *(f"{value:.2f}" for _, _, value in entries)])
+        title = f"  {entries[0].name} words ({entries[0].sentences} sentences)"
+        rows.append([title, *(f"{x.bleu:.2f}" for x in entries)])
     width = max(len(row[0]) for row in rows)
     lines = [f"{row[0]:<{width}}" + "".join(f"{cell:>12}" for cell in row[1:]) for row in rows]
     last = f"largest difference between the losses of eager and fused: {result.loss_difference:.1e}"

@@ -13,7 +13,6 @@ from attnfast._utils.checks import (
     InputError,
     argument_message,
     describe,
-    optional,
     out_of_memory,
 )
 from attnfast._utils.settings import check_settings, setting, with_settings
@@ -357,32 +356,3 @@ def alignment(model: Seq2Seq, tokenizer: Tokenizer, source: str, target: str) ->
     weights = model.decode(batch.target_in, state, memory, need_weights=True)[2]
     assert weights is not None, "the model has no attention"
     return weights[0].cpu()
-
-
-def bleu(outputs: Sequence[str], references: Sequence[str]) -> tuple[float, str]:
-    """Return sacrebleu's corpus BLEU and its signature.
-
-    Paper: Post, "A Call for Clarity in Reporting BLEU Scores", WMT 2018, arXiv:1804.08771.
-    """
-    metric = optional("sacrebleu", "scoring").BLEU()
-    score = metric.corpus_score(list(outputs), [list(references)]).score
-    return score, str(metric.get_signature())
-
-
-def bleu_by_length(
-    sources: Sequence[str], outputs: Sequence[str], references: Sequence[str], width: int = 5
-) -> list[tuple[str, int, float]]:
-    """Score sentences by the number of words in their source.
-
-    Returns:
-        A row for each range of ``width`` lengths that occurs: name, number of sentences, BLEU.
-    """
-    groups: dict[int, list[int]] = {}
-    for i, source in enumerate(sources):
-        groups.setdefault((max(len(source.split()), 1) - 1) // width, []).append(i)
-    rows = []
-    for group, members in sorted(groups.items()):
-        name = f"{group * width + 1}–{(group + 1) * width}"
-        score, _ = bleu([outputs[i] for i in members], [references[i] for i in members])
-        rows.append((name, len(members), score))
-    return rows

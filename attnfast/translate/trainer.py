@@ -25,8 +25,9 @@ from attnfast.models import PAD, Config, Seq2Seq, scheduled_sampling, sequence_l
 from attnfast.models.config import NO_ATTENTION
 from attnfast.translate import checkpoint
 from attnfast.translate.data import Batch, Example, Tokenizer, batches, collate
-from attnfast.translate.evaluate import SearchOptions, bleu, translate
+from attnfast.translate.evaluate import SearchOptions, translate
 from attnfast.translate.processes import SINGLE, Processes
+from attnfast.translate.scores import bleu
 
 #: Options that may change when a training is resumed.
 FREE = ("save_every", "compile", "patience")
