@@ -225,3 +225,23 @@ def test_the_command(tmp_path, capsys):
                     plain, tokenizer)  # fmt: skip
     assert main(command) == 2
     assert "expected a model that attends, got one without" in capsys.readouterr().err
+
+
+def test_measurements_by_length():
+    """Means of sentences; one score of all their links, not a mean of scores."""
+    numbers = {"entropy": 1.0, "largest": 0.5, "diagonality": 0.5}
+    short, long = ["word"] * 3 + ["(end)"], ["word"] * 12 + ["(end)"]
+
+    def sentence(source, repetition, words=None):
+        own = numbers | {"over": 0.25, "under": 0.5, "repetition": repetition}
+        return made(source=source, numbers=own, words=words)
+
+    link, other, more = {(0, 0)}, {(1, 1)}, {(0, 0), (1, 1), (2, 2)}
+    text = inspect_report.table([
+        sentence(short, 0.1, (link, link, link)), sentence(short, 0.3, (more, other, other)),
+        sentence(long, 0.9),
+    ])  # fmt: skip
+    rows = [line.split() for line in text.splitlines()]
+    (start,) = (i for i, row in enumerate(rows) if row[:3] == ["source", "tokens", "sentences"])
+    assert rows[start + 1] == ["1–10", "2", "0.25", "0.50", "0.20", "0.67", "0.33"]
+    assert rows[start + 2] == ["11–20", "1", "0.25", "0.50", "0.90"]

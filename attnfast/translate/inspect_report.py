@@ -35,7 +35,8 @@ class Sentence(NamedTuple):
 
     ``number`` is its line. ``source`` and ``target`` are tokens, each with its end; ``weights
     [T, Tk]``. ``failures`` are among :data:`PATTERNS`. ``links`` are the true ones of tokens,
-    ``(source, target)``, and ``error_rate`` that of the alignment, both None if not known.
+    ``(source, target)``; ``words`` are the links of words that attention has, and the sure and
+    possible ones, and ``error_rate`` is that of the alignment. These are None if not known.
     """
 
     number: int
@@ -46,6 +47,7 @@ class Sentence(NamedTuple):
     failures: list[str]
     links: set[tuple[int, int]] | None = None
     error_rate: float | None = None
+    words: tuple[diagnostics.LinkSet, diagnostics.LinkSet, diagnostics.LinkSet] | None = None
 
     @property
     def suspicion(self) -> float:
@@ -126,13 +128,14 @@ def _sentences(
             "under": float(lacks.under[b]),
             "repetition": diagnostics.repetition(example.target, 2),
         }
-        error = true = None
+        error = true = compared = None
         if alignments is not None:
             of_source, of_target = (tokenizer.word_numbers(text) for text in pairs[number])
             if -1 not in (*of_source, *of_target):
                 words = {(of_source[j], of_target[i]) for j, i in links[b]}
                 known = alignments[number]
-                error = diagnostics.alignment_score([words], [known.sure], [known.possible])[3]
+                compared = words, known.sure, known.possible
+                error = diagnostics.alignment_score(*([x] for x in compared)).error_rate
                 either = known.sure | known.possible
                 true = {
                     (j, i)
@@ -144,7 +147,7 @@ def _sentences(
         flags = [x for x in PATTERNS if failures[x][b]]
         shown = weights[b, : m + 1, : n + 1]
         both = [*source, "(end)"], [*target, "(end)"]
-        found.append(Sentence(number + 1, *both, shown, numbers, flags, true, error))
+        found.append(Sentence(number + 1, *both, shown, numbers, flags, true, error, compared))
     return found
 
 
@@ -162,6 +165,26 @@ def _numbers(sentences: Sequence[Sentence]) -> dict[str, list[float]]:
     return numbers | ({"alignment error rate": errors} if errors else {})
 
 
+def _by_length(sentences: Sequence[Sentence], width: int = 10) -> list[str]:
+    """Return a table by the number of source tokens: means, and the alignment of all words."""
+    groups: dict[int, list[Sentence]] = {}
+    for x in sentences:
+        groups.setdefault(max(len(x.source) - 2, 0) // width, []).append(x)
+    columns = ("over", "under", "repetition")
+    heads = ("sentences", *columns, "F1", "error rate")
+    lines = [f"{'source tokens':<14}" + "".join(f"{x:>12}" for x in heads)]
+    for group, some in sorted(groups.items()):
+        name = f"{group * width + 1}–{(group + 1) * width}"
+        cells = [f"{len(some):>12}"]
+        cells += [f"{statistics.fmean(x.numbers[c] for x in some):>12.2f}" for c in columns]
+        known = [x.words for x in some if x.words is not None]
+        if known:
+            score = diagnostics.alignment_score(*zip(*known))
+            cells += [f"{score.f1:>12.2f}", f"{score.error_rate:>12.2f}"]
+        lines.append(f"{name:<14}" + "".join(cells))
+    return lines
+
+
 def table(sentences: Sequence[Sentence], most: int = 10) -> str:
     """Return a text report: failures, quantiles of measurements, and the worst sentences."""
     lines = [f"{'fails':<14}{'sentences':>10}"]
@@ -171,6 +194,7 @@ def table(sentences: Sequence[Sentence], most: int = 10) -> str:
     lines += ["", f"{'':<48}" + "".join(f"{x:>12}" for x in heads)]
     for text, values in _numbers(sentences).items():
         lines.append(f"{text:<48}" + "".join(f"{x:>12.2f}" for x in _quantiles(values)))
+    lines += ["", *_by_length(sentences)]
     lines += ["", f"{'line':>6}  {'suspicion':>9}  {'fails':<34}source"]
     for x in sentences[:most]:
         fails = ", ".join(x.failures) or "–"
