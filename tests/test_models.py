@@ -26,7 +26,7 @@ from attnfast.models import (
 from attnfast.models.config import COPY_GATES, NO_ATTENTION, USED_BY
 from attnfast.models.decoders import READOUTS
 from attnfast.models.encoders import POSITIONS
-from attnfast.nn import PointerGenerator
+from attnfast.nn import BahdanauAttention, PointerGenerator
 from attnfast.nn.recurrent import RECURRENCES
 from attnfast.ops.backends import FLOATS
 from attnfast.ops.copying import LOWEST
@@ -402,6 +402,18 @@ def make_stack(attention="bahdanau", backend=None, **options):
         model.embedding.weight.mul_(4)
     source, lengths = make_source()
     return model, source, lengths, torch.randint(4, VOCAB, (4, 6))
+
+
+def test_another_attention_can_be_assigned():
+    model = make("general", cell="lstm")
+    attention = BahdanauAttention(18, 18, 5)
+    model.decoder.attention = attention
+    assert model.decoder.rnn.attention is model.decoder.attention is attention
+    assert [name for name, x in model.decoder.named_modules() if x is attention] == [
+        "rnn.attention"
+    ]
+    state = model.decoder.initial(torch.randn(2, 18))
+    assert state.cell.shape == (1, 2, 18) and not state.cell.any()
 
 
 @pytest.mark.parametrize("cell", ["rnn", "gru", "lstm"])
