@@ -31,7 +31,8 @@ from attnfast.models import Config, build
 from attnfast.translate import checkpoint
 from attnfast.translate.cli import Parser, run
 from attnfast.translate.data import Links, WordTokenizer, collate, encode_pairs
-from attnfast.translate.evaluate import SearchOptions, bleu, translate
+from attnfast.translate.evaluate import SearchOptions, translate
+from attnfast.translate.scores import bleu
 from attnfast.translate.toy_grammar import Aligned, aligned_corpus
 from attnfast.translate.trainer import Options, Trainer
 

@@ -496,6 +496,15 @@ def test_score_searches_as_translate_does(searched, tmp_path, capsys):
     assert "100.00" not in scores[1]
 
 
+def test_a_line_longer_than_all_learned_positions_is_cut(tmp_path, capsys):
+    save(tmp_path / "model.pt", encoder="transformer", positions="learned")
+    (tmp_path / "x").write_text("a " * 511 + "\n" + "b " * 512 + "\n")
+    command = ["translate", str(tmp_path / "model.pt"), "--input", str(tmp_path / "x")]
+    assert main([*command, "--max-output-length=3", "--backend=reference"]) == 0
+    said = capsys.readouterr().err
+    assert said.count("cut from") == 1 and "line 2: cut from 512 tokens to the limit of 511" in said
+
+
 # Packages
 
 

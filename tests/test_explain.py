@@ -182,7 +182,7 @@ def test_a_recurrent_layer_under_autocast():
     ("rnn", "options", "reason"),
     [
         (nn.LSTM(8, 8, batch_first=True), {}, "oneDNN is as fast"),
-        (nn.GRU(8, 8), {}, "it is no plain nn.GRU or nn.LSTM"),
+        (nn.GRU(8, 8), {}, "it is no plain nn.GRU, nn.LSTM"),
         (nn.GRU(8, 8, batch_first=True), {"backend": "reference"}, "reference, as requested"),
     ],
 )

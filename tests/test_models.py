@@ -421,7 +421,7 @@ def test_another_attention_can_be_assigned():
 def test_a_stack_whose_first_layer_attends_by_hand(recurrence, cell):
     """The layers above read its context too; input feeding has no such stack."""
     if recurrence == "input_feeding":
-        with pytest.raises(ValueError, match="query_layer must be 'last' with input feeding"):
+        with pytest.raises(ValueError, match="query_layer must be last with input feeding"):
             make_stack(recurrence=recurrence, query_layer="first", cell=cell)
         return
     options = {"recurrence": recurrence, "query_layer": "first", "cell": cell}
@@ -492,8 +492,8 @@ def test_states_between_decoder_layers_are_dropped_in_training(recurrence, query
             continue
         torch.manual_seed(0)
         config = Config(
-            VOCAB, "general", recurrence, query_layer=query_layer, embed_dim=12, hidden_dim=9,
-            dropout=0.5, decoder_layers=layers,
+            VOCAB, "general", recurrence, query_layer=query_layer if drops else "last",
+            embed_dim=12, hidden_dim=9, dropout=0.5, decoder_layers=layers,
         )  # fmt: skip
         model = build(config).eval()
         encoded, state = model.encode(*make_source())
@@ -521,9 +521,10 @@ def test_a_state_of_another_number_of_layers_is_refused():
 
 #: A value of each setting that changes an attention.
 CHANGES = {
-    "temperature": 2.0, "gated": True, "hard": True, "top_k": 2, "hops": 3, "heads": 3,
-    "score": "dot", "slope": 0.5, "sigma": 2.0, "num_filters": 3, "filter_width": 3,
-    "filter_channels": "both", "coverage_penalty": 0.5, "fertility": 3.0, "fixed_stride": True,
+    "attention_temperature": 2.0, "gated": True, "hard": True, "attention_top_k": 2, "hops": 3,
+    "heads": 3, "score": "dot", "slope": 0.5, "sigma": 2.0, "num_filters": 3, "filter_width": 3,
+    "filter_channels": "both", "pointer_generator": True, "attention_penalty": 0.5,
+    "fertility": 3.0, "fixed_stride": True,
 }  # fmt: skip
 
 
@@ -549,7 +550,7 @@ def test_every_attention_with_every_setting(attention):
             torch.testing.assert_close(logits[:, 0], expected[0][:, t])
         weighted = {"need_weights": True} if attention not in NO_ATTENTION else {}
         found = beam_search(model, source, lengths, beam=2, **weighted)
-        if weighted and attention != "predictive" and not more.get("temperature"):
+        if weighted and attention != "predictive" and not more.get("attention_temperature"):
             sums = found.weights[:, 0, 0].sum(-1)
             torch.testing.assert_close(sums, torch.ones(4))
         model.train()

@@ -334,7 +334,7 @@ def test_pyramid_by_a_loop(frames, factor, layers):
                 group = [x[:, t + j] if t + j < x.shape[1] else torch.zeros_like(x[:, 0])
                          for j in range(factor)]  # fmt: skip
                 groups.append(torch.cat(group, -1))
-            x = layer.rnn(torch.stack(groups, 1))[0]
+            x = layer.layers[0](torch.stack(groups, 1))[0]
         assert counts[i] == x.shape[1]
         torch.testing.assert_close(got[i, : x.shape[1]], x[0])
         assert got[i, x.shape[1] :].eq(0).all()

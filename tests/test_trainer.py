@@ -87,6 +87,18 @@ def test_what_the_loss_is_of():
         assert loss == pytest.approx(wanted.item(), rel=1e-6)
 
 
+def test_a_gate_keeps_the_coverage_loss():
+    model, batch = made("coverage", gated=True)
+    coverage = model(batch.source, batch.lengths, batch.target_in)[1]
+    assert coverage.shape == (3,) and (coverage > 0).all()
+
+
+def test_an_attention_without_parameters_has_no_learning_rate():
+    model, _ = made("dot")
+    with pytest.raises(InputError, match=r"attention_lr_scale must be 1.0 for an attention witho"):
+        make_optimizer(model, Options(attention_lr_scale=0.5))
+
+
 def test_hard_attention_learns_by_reinforce():
     """The loss is that of whole targets, for each word; the baseline is part of a checkpoint."""
     model, batch = made(hard=True)
@@ -143,11 +155,11 @@ def test_scheduled_sampling_replaces_what_the_decoder_reads(monkeypatch):
 
 
 def make_trainer(tmp_path, **options):
-    model, _ = made()
+    torch.manual_seed(0)
     pairs = [Example([4, 5], [6, 7]), Example([8], [9]), Example([5, 6, 4], [7])]
     options = Options(batch_size=1, **options)
     config, text = Config(11, embed_dim=8, hidden_dim=6, dropout=0.0), [("4", "5")]
-    words = WordTokenizer([*"4567890"])
+    words, model = WordTokenizer([*"4567890"]), build(config)
     return Trainer(config, model, words, options, pairs, pairs, text, tmp_path)
 
 
@@ -209,6 +221,13 @@ def test_options_without_effect_are_refused():
             options.check(Config(11, attention, **shape))
         options.check(Config(11, **{"attention": attention, **usual}, **shape))
         Options().check(Config(11, attention))
+
+
+def test_learned_positions_bound_the_length_of_pairs():
+    config = Config(11, hidden_dim=8, encoder="transformer", positions="learned")
+    Options(max_length=511).check(config)
+    with pytest.raises(InputError, match="max_length must be below 512 with learned positions"):
+        Options(max_length=512).check(config)
 
 
 def test_a_trainer_sets_how_long_translations_may_become(tmp_path):

@@ -114,12 +114,20 @@ def test_a_file_of_options(corpus, trained, tmp_path, capsys):
     assert (tmp_path / "read" / "config.toml").read_text() == written.read_text()
     more = ["--no-gated", "--dropout=0", "--epochs=1", f"--model-dir={tmp_path / 'other'}"]
     assert main([*read, *more, f"--config={own}"]) == 0
+    own.write_text(own.read_text() + "resume = false\n")
+    other = ["--epochs=2", f"--model-dir={tmp_path / 'other'}", f"--config={own}", "--resume"]
+    assert main([*read, *more[:2], *other]) == 0
+    assert "epochs = 2\n" in (tmp_path / "other" / "config.toml").read_text()
     config = checkpoint.load(tmp_path / "other" / "last.pt")["config"]
     assert config["gated"] is False and config["dropout"] == 0 and config["hidden_dim"] == 16
     capsys.readouterr()
     for content, message in (
-        ("magic = 3", "own.toml: expected options of the command, got magic"),
-        ("epochs = [3]", "own.toml: epochs must be a string, number or boolean, got [3]"),
+        ("magic = 3", "own.toml: expected names of options as keys, got magic"),
+        ("no_gated = true", "own.toml: expected names of options as keys, got no_gated"),
+        ("config = 'x'", "own.toml: expected names of options as keys, got config"),
+        ("epochs = [3]", "own.toml: epochs must be a string or a number, got [3]"),
+        ("epochs = true", "own.toml: epochs must be a string or a number, got True"),
+        ("gated = 1", "own.toml: gated must be true or false, got 1"),
         ("epochs = 1.5", "--epochs: expected an integer, got '1.5'"),
         ("epochs 3", "own.toml: expected a TOML file, got "),
         ("cell = 'x'", "--cell: invalid choice: 'x'"),

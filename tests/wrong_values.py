@@ -176,6 +176,9 @@ FITS: dict[str, tuple[tuple[str, str, str], ...]] = {
         ("gaussian_bias.*", "sigma|height", "scalar|as a tensor"),
         ("ForwardAttention.forward", "transition_prob", "scalar"),
     ),
+    "a state may be its hidden tensor alone": (
+        ("RecurrentDecoder.forward", "hx", "its first part"),
+    ),
     "None means the rows' own numbers": (("gaussian_bias.*", "position", "None"),),
     "axes in front are those of batch and heads": (
         ("gaussian_bias, tensors", "sigma|height|position", "an axis in front"),
@@ -232,7 +235,7 @@ FITS: dict[str, tuple[tuple[str, str, str], ...]] = {
          "state|query|text|question", "longer in axis 1"),
         ("TransformerEncoderLayer.forward|PointerNetwork.*", "states|items|pointers",
          "longer in axis 1"),
-        (".*Positions.forward|.*RNN.forward|.*GRU.forward|.*LSTM.forward|Neural.*forward",
+        (".*Positions.forward|.*(RNN|GRU|LSTM|Decoder).forward|Neural.*forward",
          "x|input", "longer in axis 1"),
         ("(alignment_loss, numbers|doubly_stochastic_loss)", "weights|alignment",
          "longer in axis 1"),

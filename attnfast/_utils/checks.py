@@ -16,7 +16,7 @@ from torch import Tensor
 from attnfast._utils.torch_private import is_autocast_on, statically_true
 
 #: The largest number of characters of an error message.
-LONGEST = 200
+LONGEST = 320
 _short = reprlib.Repr()
 _short.maxstring = _short.maxother = 60
 

@@ -22,11 +22,12 @@ __all__ = ["Flag", "Parser", "run"]
 class Parser(argparse.ArgumentParser):
     """A parser that reports errors in one sentence and prints the usage only for --help.
 
-    A command with an option ``--config`` reads the options in that file before those typed.
+    With an option ``--config FILE``, the options in the file are read first, and typed ones
+    override them.
     """
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse arguments, and those of a file of options."""
+        """Parse arguments, after those of ``--config``."""
         if args is not None and "--config" in self._option_string_actions:
             only = Parser(self.prog, add_help=False, allow_abbrev=False)
             only.add_argument("--config")
@@ -43,7 +44,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class Flag(argparse.BooleanOptionalAction):
-    """An option with a twin that begins with ``--no-``; its help is the text alone."""
+    """A boolean option with a negation, ``--no-…``; its help has no default appended."""
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from attnfast._utils.checks import InputError
 from attnfast.decoding._constraints import PAD, Constraints
+from attnfast.ops.arguments import mean_of_heads
 
 
 class SearchOutput(NamedTuple):
@@ -132,8 +133,7 @@ class Hypotheses:
         if search.need_weights:
             if weights is None:
                 raise InputError("the model returns no attention weights, which the search needs")
-            last = weights[..., -1, :]
-            self.weights.append(last if last.dim() == 2 else last.mean(1))  # of several heads
+            self.weights.append(mean_of_heads(weights)[:, -1])
         other = None
         if search.scorer is not None:
             other, self.judged = search.scorer.score(last, self.judged, self.memory)

@@ -48,17 +48,17 @@ SPANS = ("local", "prior", "predictive", "strided", "monotonic")
 #: Without attention, every step reads the encoder's last states, or only the initial state does.
 NO_ATTENTION = ("none", "initial")
 SCORES = ("bahdanau", *LuongAttention.SCORES)
-REAL = (*SCORES, *HEADS, "multihop", *HISTORIES, *SPANS)
-ATTENTIONS = (*NO_ATTENTION, *REAL)
+WITH_WEIGHTS = (*SCORES, *HEADS, "multihop", *HISTORIES, *SPANS)
+ATTENTIONS = (*NO_ATTENTION, *WITH_WEIGHTS)
 #: Standard deviation of a prior's Gaussian, in keys, unless given.
 PRIOR_SIGMA = 3.0
 #: The attentions for which a setting has an effect.
 USED_BY = {
-    "pointer_generator": REAL,
-    "temperature": tuple(x for x in REAL if x != "multihop"),
-    "gated": REAL,
+    "pointer_generator": WITH_WEIGHTS,
+    "attention_temperature": tuple(x for x in WITH_WEIGHTS if x != "multihop"),
+    "gated": WITH_WEIGHTS,
     "hard": (*SCORES, "predictive"),
-    "top_k": SCORES,
+    "attention_top_k": SCORES,
     "heads": HEADS,
     "hops": ("multihop",),
     "score": SPANS,
@@ -69,7 +69,7 @@ USED_BY = {
     "num_filters": ("location", "forward"),
     "filter_width": ("location", "forward"),
     "filter_channels": ("location", "forward"),
-    "coverage_penalty": ("coverage",),
+    "attention_penalty": ("coverage",),
     "fertility": ("coverage",),
 }
 
@@ -104,8 +104,8 @@ class Config:
     attention: str = setting("bahdanau", "attention mechanism of the decoder", ATTENTIONS)
     recurrence: str = setting(
         "attend_first",
-        "input of the decoder's RNN: the context of this step, of the last, the last attentional "
-        "vector, or neither",
+        "input of the decoder's RNN: the context of this step or of the last, the last attentional "
+        "vector, or none of them",
         RECURRENCES,
     )
     readout: str = setting(
@@ -140,10 +140,10 @@ class Config:
         "input of the pointer-generator's gate: state, context and word, or the decoder's output",
         COPY_GATES,
     )
-    temperature: float = setting(1.0, "divisor of attention's scores", above=0)
+    attention_temperature: float = setting(1.0, "divisor of attention's scores", above=0)
     gated: bool = setting(False, "scale contexts by a gate that depends on the state")
     hard: bool = setting(False, "attend to one key, which training samples and learns by REINFORCE")
-    top_k: int | None = setting(
+    attention_top_k: int | None = setting(
         None, "keys of the largest scores that attention sees; all unless given", at_least=1
     )
     heads: int = setting(4, "attention heads, which divide hidden_dim", at_least=1)
@@ -159,7 +159,7 @@ class Config:
     filter_channels: str = setting(
         "previous", "input of these filters: the last weights, their sum, or both", CHANNELS
     )
-    coverage_penalty: float = setting(
+    attention_penalty: float = setting(
         0.0, "weight of the coverage that is subtracted from the scores of coverage attention"
     )
     fertility: float | None = setting(
@@ -191,7 +191,7 @@ class Config:
         False, "let encoder states attend to each other with two windowed and two strided heads"
     )
     encoder: str = setting(
-        "rnn", "bidirectional RNN, or transformer of four heads, that encodes the source", ENCODERS
+        "rnn", "RNN, or transformer of four heads, that encodes the source", ENCODERS
     )
     length_ratio: float = setting(
         Seq2Seq.length_ratio, "target tokens allowed per source token", at_least=0, below=2**31
@@ -210,10 +210,22 @@ class Config:
             if value != default and self.attention not in attentions:
                 expected = f"{default} for attention {self.attention!r}"
                 raise InputError(argument_message(name, expected, value))
-        if self.copy_gate != Config.copy_gate and not self.pointer_generator:
-            expected = f"{Config.copy_gate} without a pointer-generator"
-            raise InputError(argument_message("copy_gate", expected, self.copy_gate))
-        if self.gaussian_height is not None and self.sigma is None:
+        filters = 32 * (self.attention == "location")
+        filters = filters if self.num_filters is None else self.num_filters
+        for name, is_used, where in (
+            ("copy_gate", self.pointer_generator, "without a pointer-generator"),
+            ("positions", self.encoder == "transformer", "for an RNN encoder"),
+            ("unidirectional", self.encoder == "rnn", "for a transformer encoder"),
+            ("residual", self.encoder == "rnn" and self.layers > 1, "without RNN layers above"),
+            ("query_layer", self.decoder_layers > 1, "with one decoder layer"),
+            ("query_layer", self.recurrence != "input_feeding", "with input feeding"),
+            ("filter_width", filters, "without filters"),
+            ("filter_channels", filters, "without filters"),
+        ):
+            value, default = getattr(self, name), getattr(Config, name)
+            if value != default and not is_used:
+                raise InputError(argument_message(name, f"{default} {where}", value))
+        if self.gaussian_height is not None and self.sigma is None and self.attention != "prior":
             expected = "None without a sigma"
             raise InputError(argument_message("gaussian_height", expected, self.gaussian_height))
         if self.attention in HEADS and self.hidden_dim % self.heads:
@@ -231,10 +243,10 @@ def build_attention(
         kind = FixedContext if config.attention == "none" else NoContext
         return kind(backend, bidirectional=not is_unidirectional(config))
     attention = _build_inner(config, query_dim, key_dim, backend)
-    if config.temperature != 1:
-        attention.temperature = config.temperature  # type: ignore[assignment]
-    if config.top_k is not None:
-        attention = TopKAttention(attention, config.top_k)
+    if config.attention_temperature != 1:
+        attention.temperature = config.attention_temperature  # type: ignore[assignment]
+    if config.attention_top_k is not None:
+        attention = TopKAttention(attention, config.attention_top_k)
     if config.hard:
         attention = HardAttention(attention)
     return GatedAttention(attention, query_dim) if config.gated else attention
@@ -261,7 +273,7 @@ def _build_inner(config: Config, query_dim: int, key_dim: int, backend: str | No
         return MultiHopAttention(query_dim, config.hops, "layer-wise", **options)
     if name == "coverage":
         return CoverageAttention(
-            *sizes, attn_dim, penalty=config.coverage_penalty or None,
+            *sizes, attn_dim, penalty=config.attention_penalty or None,
             fertility=config.fertility, **options,
         )  # fmt: skip
     if name in HISTORIES:
@@ -303,9 +315,8 @@ def build(config: Config, backend: str | None = None) -> Seq2Seq:
     if not isinstance(config, Config):
         raise_type_error("config", "a Config", describe(config))
     key_dim = state_dim = 2 * config.hidden_dim
-    context_dim = {"initial": 1, "multihead": config.hidden_dim}.get(
-        "multihead" if config.attention in HEADS else config.attention, key_dim
-    )
+    context_dim = config.hidden_dim if config.attention in HEADS else key_dim
+    context_dim = 1 if config.attention == "initial" else context_dim
     decoder = RecurrentDecoder(
         config.embed_dim, context_dim, state_dim,
         build_attention(config, state_dim, key_dim, backend), cell=config.cell,
@@ -325,7 +336,7 @@ def build(config: Config, backend: str | None = None) -> Seq2Seq:
             sparse = SparseSelfAttention(key_dim, heads, backend=backend)
         encoder = Encoder(
             config.embed_dim, config.hidden_dim, config.cell, config.layers, config.dropout, sparse,
-            bidirectional=not config.unidirectional, residual=config.residual,
+            bidirectional=not config.unidirectional, residual=config.residual, backend=backend,
         )  # fmt: skip
     pointer = None
     if config.pointer_generator:

@@ -19,12 +19,13 @@ from attnfast.models._checks import check_share
 from attnfast.nn import AttentionGRU, AttentionLSTM, AttentionRNN, Memory, RecurrentState
 from attnfast.nn._linear import project
 from attnfast.nn.attention import check_sizes
+from attnfast.nn.recurrent import RECURRENCES
 from attnfast.ops.backends import check_backend
 from attnfast.ops.span import check_form
 from attnfast.outputs import RecurrentOutput, recurrent_result
 
 CELLS = {"rnn": AttentionRNN, "gru": AttentionGRU, "lstm": AttentionLSTM}
-#: The vectors that the output of a decoder is computed from.
+#: Kinds of readout.
 READOUTS = ("deep", "attentional")
 
 
@@ -211,6 +212,7 @@ class RecurrentDecoder(nn.Module):
         check_choice("cell", cell, CELLS)
         check_choice("readout", readout, READOUTS)
         check_share("dropout", dropout)
+        check_choice("recurrence", recurrence, RECURRENCES)
         feeds = recurrence == "input_feeding"
         self.rnn = CELLS[cell](
             embed_dim, hidden_dim, context_dim, attention, num_layers=layers,

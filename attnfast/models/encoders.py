@@ -30,6 +30,8 @@ from attnfast.ops.arguments import length_mask
 from attnfast.ops.backends import check_backend
 from attnfast.spans import Span
 
+#: Positions or distances with parameters of their own, unless given.
+MAX_DISTANCE = 512
 POSITIONS = ("sinusoidal", "learned", "relative")
 CELLS = {"rnn": nn.RNN, "gru": nn.GRU, "lstm": nn.LSTM}
 
@@ -172,7 +174,7 @@ class TransformerEncoder(nn.Module):
         backend: str | None = None,
         *,
         positions: str = "sinusoidal",
-        max_distance: int = 512,
+        max_distance: int = MAX_DISTANCE,
     ):
         super().__init__()
         check_sizes(
@@ -182,6 +184,8 @@ class TransformerEncoder(nn.Module):
         check_share("dropout", dropout)
         self.embed_dim, self.output_dim, self.backend = embed_dim, 2 * hidden_dim, backend
         self.proj = nn.Linear(embed_dim, self.output_dim)
+        #: The most words of a source, or None.
+        self.max_length = max_distance if positions == "learned" else None
         self.positions: nn.Module = nn.Identity()
         if positions == "sinusoidal":
             self.positions = SinusoidalPositions()

@@ -33,6 +33,7 @@ from attnfast.nn._fused_search import search_inputs
 from attnfast.nn._layer import RecurrentState
 from attnfast.nn._linear import is_plain, linear, not_plain_reason
 from attnfast.nn.attention import check_sizes
+from attnfast.ops.arguments import mean_of_heads
 from attnfast.ops.search import SearchInputs
 
 
@@ -64,7 +65,8 @@ class EncodedSource(NamedTuple):
 class Seq2SeqOutput(tuple):
     """``logits, coverage`` of a whole target.
 
-    The attributes are ``weights [B, T, Tk]``, None unless requested, and ``history``, that of the
+    The attributes are ``weights [B, T, Tk]``, or ``[B, H, T, Tk]`` of H heads or hops, None unless
+    requested, and ``history``, that of the
     attention after the target, such as a :class:`attnfast.nn.HardAttentionState`, or None.
     """
 
@@ -275,7 +277,8 @@ class Seq2Seq(nn.Module):
 
         Returns:
             ``logits [B, T, V]`` of the word after each, with a pointer ``[B, T, V + X]`` and
-            log-probabilities; the state after the last, and ``weights [B, T, Tk]`` if requested.
+            log-probabilities; the state after the last, and ``weights [B, T, Tk]``, or ``[B, H, T,
+            Tk]`` of H heads or hops, if requested.
 
         Raises:
             ValueError, TypeError: an argument does not fit; the message names it.
@@ -308,9 +311,8 @@ class Seq2Seq(nn.Module):
             read = [output]
             if self._gate_reads_state:
                 read = [decoded.states, decoded.contexts, embedded]
-            logits = self.pointer(
-                logits, decoded.weights, source.words, *read, num_oov=source.num_oov
-            )
+            weights = mean_of_heads(decoded.weights)
+            logits = self.pointer(logits, weights, source.words, *read, num_oov=source.num_oov)
         return logits, state, decoded.weights if need_weights else None
 
     def forward(
@@ -341,7 +343,10 @@ class Seq2Seq(nn.Module):
             )
         memory, state = self.encode(source, lengths)
         logits, state, weights = self.decode(target_in, state, memory, need_weights)
-        covers = state.history is not None and isinstance(self.decoder.attention, CoverageAttention)
+        attention = self.decoder.attention
+        while hasattr(attention, "attention"):  # a gate
+            attention = attention.attention
+        covers = state.history is not None and isinstance(attention, CoverageAttention)
         predicted = Seq2SeqOutput((logits, state.history.loss if covers else None))
         predicted.weights, predicted.history = weights, state.history
         return predicted

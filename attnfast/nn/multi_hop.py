@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attnfast._utils.checks import (
+    check_array,
     check_choice,
     check_flag,
     check_int,
@@ -105,6 +106,7 @@ class MultiHopAttention(nn.Module):
         """
         wanted = self.hops + 1 if self.tying == "adjacent" else 2
         if isinstance(sources, Tensor):
+            check_array("sources", sources, "floating-point", ("B", "Tk", self.dim))
             sources = [sources] * wanted
         if not isinstance(sources, (list, tuple)) or len(sources) != wanted:
             got = len(sources) if isinstance(sources, (list, tuple)) else describe(sources)
@@ -137,7 +139,8 @@ class MultiHopAttention(nn.Module):
             ValueError, TypeError: an argument does not fit; the message names it.
         """
         check_tensor("query", query)
-        need_weights = need_weights == "dense" or check_flag("need_weights", need_weights)
+        if not (isinstance(need_weights, str) and need_weights == "dense"):
+            need_weights = check_flag("need_weights", need_weights)
         if not isinstance(memory, MultiHopMemory) or not isinstance(memory.memories, tuple):
             raise_type_error("memory", "a result of prepare(...)", describe(memory))
         wanted = self.hops if self.tying == "adjacent" else 1

@@ -55,8 +55,8 @@ class AttentionRNN(_AttentionWrapper):
 
     The cells are those of ``nn.RNN``, ``nn.GRU`` and ``nn.LSTM``, with the same names and shapes of
     parameters, such as ``weight_ih_l0 [G·H, input_size + F]``, whose last F columns read the output
-    of the attention. The weights of an ``nn.GRU``, or of an ``nn.GRUCell`` in a loop, with input
-    ``[x; c]`` can be loaded. Tensors are batch first.
+    of the attention; F is 0 if ``independent``. The weights of an ``nn.GRU``, or of an
+    ``nn.GRUCell`` in a loop, with input ``[x; c]`` can be loaded. Tensors are batch first.
 
     Args:
         input_size: features E of the inputs.
@@ -194,7 +194,9 @@ class AttentionRNN(_AttentionWrapper):
             raise_type_error("hx", "a tensor, a pair of them for an LSTM or a state", describe(hx))
         check_tensor("hx.hidden", hx.hidden)
         if hx.feed is not None and self.recurrence in ("attend_first", "independent"):
-            raise_value_error("hx.feed", f"None with {self.recurrence}", describe(hx.feed))
+            raise_value_error(
+                "hx.feed", f"None with recurrence {self.recurrence!r}", describe(hx.feed)
+            )
         if hx.history is not None and not getattr(self.attention, "has_history", False):
             raise_value_error(
                 "hx.history", "None for attention without one", type(hx.history).__name__

@@ -304,7 +304,7 @@ class CoverageAttention(HistoryAttention):
         }
 
 
-#: What the filters of location features read.
+#: Inputs of the filters of location features.
 CHANNELS = ("previous", "coverage", "both")
 
 

@@ -168,6 +168,11 @@ def fold_scale(call: Any) -> Any:
     return call._replace(score_vector=call.score_vector * call.scale, scale=1.0)
 
 
+def mean_of_heads(weights: Tensor) -> Tensor:
+    """Return weights ``[B, Tq, Tk]``; those of several heads, ``[B, H, Tq, Tk]``, are averaged."""
+    return weights.mean(1) if weights.dim() == 4 else weights
+
+
 def length_mask(lengths: Tensor, count: int, like: Tensor | None = None) -> Tensor:
     """Return a mask ``[.., count]``, True below ``lengths [..]``, on the device of ``like``."""
     lengths = lengths if like is None else lengths.to(like.device)

@@ -66,7 +66,7 @@ def train(args: argparse.Namespace) -> None:
     """Train a translator; write best.pt, last.pt and log.csv."""
     from attnfast.models import Config
     from attnfast.models.config import NO_ATTENTION
-    from attnfast.translate.checkpoint import lock, make_folder, write_atomically
+    from attnfast.translate.checkpoint import lock, make_folder
     from attnfast.translate.data import read_alignments, read_pairs
     from attnfast.translate.processes import join_processes
     from attnfast.translate.trainer import Options
@@ -97,14 +97,23 @@ def train(args: argparse.Namespace) -> None:
         if not processes.rank:
             make_folder(directory)  # fail now instead of an epoch later
             stack.enter_context(lock(directory))
-            if not args.resume and not (directory / "last.pt").exists():
-                given = {name: x for name, x in vars(args).items() if name in args.kept}
-                write_atomically(directory / "config.toml", config_file.dumps(given).encode())
         _train(args, config, options, processes, pairs, valid_pairs, links)
 
 
 def _no_log(sentence: str) -> None:
     """Log nothing, in all processes but the first."""
+
+
+def _write_config(path: Path, options: dict[str, Any]) -> None:
+    """Write a file of options, unless a file name among them is not UTF-8."""
+    from attnfast.translate.checkpoint import write_atomically
+
+    try:
+        content = config_file.dumps(options).encode()
+    except UnicodeEncodeError:
+        log(f"{path} is not written: a file name among the options is not UTF-8")
+        return
+    write_atomically(path, content)
 
 
 def _log_unknown(
@@ -194,6 +203,9 @@ def _train(
                 f"continuing to epoch {options.epochs} instead of {before}, with the learning "
                 f"rates and alignment weights of a training of {options.epochs} epochs"
             )
+    if not processes.rank:
+        given = {name: x for name, x in vars(args).items() if name in args.kept}
+        _write_config(directory / "config.toml", given)
     size = sum(p.numel() for p in model.parameters())
     several = f", in {processes.count} processes" if processes.count > 1 else ""
     log(
@@ -349,6 +361,7 @@ def score(args: argparse.Namespace) -> None:
     edges = _read_edges(args.length_bins)
     training = None if args.frequencies is None else read_lines(args.frequencies)
     if args.plot is not None:
+        optional("matplotlib.figure", "--plot")
         check_file(Path(args.plot))
     if args.rouge:
         optional("rouge_score", "--rouge", "rouge")
@@ -387,14 +400,15 @@ def score(args: argparse.Namespace) -> None:
                 f"{row.name:>12}  {row.sentences:>9}  {row.bleu:>6.2f}  {row.ratio:>6.2f}  "
                 f"{share:>8}"
             )
-    for name, outputs in {} if training is None else systems.items():
-        print(f"\n{name}, by the frequency of words in {args.frequencies}")
-        print(f"{'frequency':>12}  {'words':>9}  {'F1':>6}  {'rarest in':>9}  {'BLEU':>6}")
-        for label, words, f1, count, value in scores.score_by_frequency(
-            outputs, references, training or []
-        ):
-            shown = "" if value is None else f"{value:.2f}"
-            print(f"{label:>12}  {words:>9}  {f1:>6.2f}  {count:>9}  {shown:>6}")
+    if training is not None:
+        for name, outputs in systems.items():
+            print(f"\n{name}, by the frequency of words in {args.frequencies}")
+            print(f"{'frequency':>12}  {'words':>9}  {'F1':>6}  {'rarest in':>9}  {'BLEU':>6}")
+            for label, words, f1, count, value in scores.score_by_frequency(
+                outputs, references, training
+            ):
+                shown = "" if value is None else f"{value:.2f}"
+                print(f"{label:>12}  {words:>9}  {f1:>6.2f}  {count:>9}  {shown:>6}")
     if args.plot is not None:
         write_atomically(Path(args.plot), scores.plot_bleu_by_length(rows))
 
@@ -567,7 +581,11 @@ def _parser() -> Parser:
     def command(function: Callable[[argparse.Namespace], None]) -> argparse.ArgumentParser:
         text = function.__doc__
         sub = commands.add_parser(
-            function.__name__, help=text, description=text, formatter_class=_Formatter
+            function.__name__,
+            help=text,
+            description=text,
+            formatter_class=_Formatter,
+            allow_abbrev=False,
         )
         sub.set_defaults(function=function)
         return sub

@@ -19,7 +19,7 @@ from attnfast._utils.settings import check_settings, setting, with_settings
 from attnfast.decoding import SearchOutput, beam_search, sample, sharing_packed_parameters
 from attnfast.decoding._constraints import search_limits
 from attnfast.models import BOS, PAD, UNK, FixedContext, Seq2Seq
-from attnfast.ops.arguments import length_mask
+from attnfast.ops.arguments import length_mask, mean_of_heads
 from attnfast.translate.data import Tokenizer, pad_sources
 
 #: The largest number of tokens in a batch of sources, its padding included.
@@ -237,9 +237,12 @@ def _encode(
     """Encode a line and the beginning of its translation."""
     oov = [] if model.pointer is None else tokenizer.oov_words(line)
     ids, tokens = tokenizer.encode(line, oov), tokenizer.tokens(line)
-    if options.max_length is not None and len(ids) > options.max_length:
-        warn(f"{title} {number}: cut from {len(ids)} tokens to the limit of {options.max_length}")
-        ids, tokens = ids[: options.max_length], tokens[: options.max_length]
+    positions = getattr(model.encoder, "max_length", None)  # of which the end takes one
+    limits = [options.max_length, None if positions is None else positions - 1]
+    limit = min([x for x in limits if x is not None], default=len(ids))
+    if len(ids) > limit:
+        warn(f"{title} {number}: cut from {len(ids)} tokens to the limit of {limit}")
+        ids, tokens = ids[:limit], tokens[:limit]
     if UNK in ids:
         warn(f"{title} {number}: {ids.count(UNK)} of its tokens are unknown to the model")
     begin = tokenizer.encode(prefix, oov)
@@ -355,4 +358,4 @@ def alignment(model: Seq2Seq, tokenizer: Tokenizer, source: str, target: str) ->
     memory, state = model.encode(batch.source, batch.lengths)
     weights = model.decode(batch.target_in, state, memory, need_weights=True)[2]
     assert weights is not None, "the model has no attention"
-    return weights[0].cpu()
+    return mean_of_heads(weights)[0].cpu()

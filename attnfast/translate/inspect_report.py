@@ -15,6 +15,7 @@ from torch import Tensor
 
 from attnfast.analysis import diagnostics
 from attnfast.models import Seq2Seq
+from attnfast.ops.arguments import mean_of_heads
 from attnfast.translate.data import Example, Links, Tokenizer, collate
 
 #: The names of failures.
@@ -92,7 +93,7 @@ def inspect(
             memory, state = model.encode(batch.source, batch.lengths)
             weights = model.decode(batch.target_in, state, memory, need_weights=True)[2]
             assert weights is not None, "the model has no attention"
-            weights = (weights.mean(1) if weights.dim() == 4 else weights).float().cpu()
+            weights = mean_of_heads(weights).float().cpu()
             found += _sentences(tokenizer, pairs, some, weights, alignments)
             progress(len(some))
     finally:

@@ -13,14 +13,16 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
+from attnfast._utils.checks import InputError
+
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Processes:
-    """The processes of a training; without ``torchrun``, one, for which nothing is sent.
+    """A group of training processes; a single one unless ``torchrun`` started more.
 
-    ``rank`` is the number of this process, ``count`` that of all. The first validates, reports and
+    ``rank`` is the number of this process, from 0, of ``count``. The first validates, reports and
     writes.
     """
 
@@ -39,10 +41,10 @@ class Processes:
         return contextlib.nullcontext() if self.count == 1 else model.no_sync()  # type: ignore[operator]
 
     def part(self, examples: Sequence[T]) -> tuple[Sequence[T], bool]:
-        """Return this process's part of a batch, and whether it is one.
+        """Return this process's examples of a batch, and whether it has any.
 
-        A batch may have fewer examples than there are processes; one without a part computes with
-        the first example, and counts no word of it.
+        A batch may have fewer examples than there are processes; a process without any computes
+        with the first example, whose words are not counted.
         """
         own = examples[self.rank :: self.count]
         return (own, True) if own else (examples[:1], False)
@@ -56,7 +58,7 @@ class Processes:
         return total.tolist()
 
     def from_first(self, x: T) -> T:
-        """Return an object of the first process."""
+        """Return the first process's object in every process."""
         if self.count == 1:
             return x
         box: list[Any] = [x]
@@ -64,7 +66,7 @@ class Processes:
         return box[0]
 
     def gather(self, x: Tensor) -> list[Tensor]:
-        """Return a tensor of each process, all of one shape on the CPU."""
+        """Return the tensors of all processes, which are on the CPU."""
         if self.count == 1:
             return [x]
         found: list[Any] = [None] * self.count
@@ -78,11 +80,17 @@ SINGLE = Processes()
 
 @contextlib.contextmanager
 def join_processes(device: torch.device) -> Iterator[Processes]:
-    """Join the processes that ``torchrun`` has started, if it has."""
+    """Join the process group that ``torchrun`` started, if any.
+
+    Raises:
+        InputError: several processes, and a device with an index.
+    """
     count = int(os.environ.get("WORLD_SIZE", "1"))
     if count == 1:
         yield Processes(device=device)
         return
+    if device.index is not None:
+        raise InputError(f"--device: expected cpu or cuda in several processes, got {device}")
     backend = "gloo"
     if device.type == "cuda":
         backend, device = "nccl", torch.device("cuda", int(os.environ["LOCAL_RANK"]))

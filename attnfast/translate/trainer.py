@@ -23,6 +23,8 @@ from attnfast.analysis import diagnostics
 from attnfast.losses import Reinforce, alignment_loss
 from attnfast.models import PAD, Config, Seq2Seq, scheduled_sampling, sequence_loss
 from attnfast.models.config import NO_ATTENTION
+from attnfast.models.encoders import MAX_DISTANCE
+from attnfast.ops.arguments import mean_of_heads
 from attnfast.translate import checkpoint
 from attnfast.translate.data import Batch, Example, Tokenizer, batches, collate
 from attnfast.translate.evaluate import SearchOptions, translate
@@ -43,13 +45,7 @@ class Options:
     epochs: int = setting(
         6, "passes over the training pairs; the learning rate reaches 0 at their end", at_least=1
     )
-    patience: int | None = setting(
-        None,
-        "epochs without a better BLEU after which training ends; none unless given",
-        at_least=1,
-    )
     batch_size: int = setting(64, "sentence pairs in a batch", at_least=1)
-    accumulate: int = setting(1, "batches whose gradients are added up for a step", at_least=1)
     learning_rate: float = setting(1e-3, "peak of the learning rate", above=0)
     warmup: float = setting(
         0.05, "share of all steps in which the learning rate rises", at_least=0, at_most=1
@@ -87,6 +83,13 @@ class Options:
     clip: float = setting(
         1.0, "largest norm of the gradient; inf leaves it unclipped", above=0, at_most=math.inf
     )
+    patience: int | None = setting(
+        None,
+        "epochs without a better BLEU, or an equal one with a lower validation loss, after which "
+        "training ends; all are run unless given",
+        at_least=1,
+    )
+    accumulate: int = setting(1, "batches whose gradients are added up for a step", at_least=1)
     scheduled_sampling: float = setting(
         0.0,
         "share of target words that the model's own replace at the last step, rising from 0 at the "
@@ -96,8 +99,8 @@ class Options:
     )
     average: float = setting(
         0.0,
-        "decay of the moving average of parameters that is validated and saved in best.pt; with 0 "
-        "the parameters themselves are",
+        "decay of the moving average of parameters that is validated and saved in best.pt; 0 "
+        "validates and saves the parameters themselves",
         at_least=0,
         below=1,
     )
@@ -133,6 +136,10 @@ class Options:
             if value != default and not is_used:
                 raise InputError(argument_message(name, f"{default} {where}", value))
 
+        if config.positions == "learned" and self.max_length >= MAX_DISTANCE:
+            expected = f"below {MAX_DISTANCE} with learned positions"
+            raise InputError(argument_message("max_length", expected, self.max_length))
+
     def rate(self, step: int, steps: int) -> float:
         """Return the learning rate of a step: a linear rise, then half a cosine down to 0."""
         rise = min(1.0, (step + 1) / max(self.warmup * steps, 1))
@@ -152,7 +159,11 @@ def make_optimizer(model: Seq2Seq, options: Options) -> torch.optim.Optimizer:
     """Make AdamW over all parameters, in its fused form; those of attention may be a group."""
     groups: list[dict[str, Any]] = [{"params": list(model.parameters())}]
     if options.attention_lr_scale != 1:
-        attention = list(getattr(model, "module", model).decoder.attention.parameters())
+        attention = list(model.decoder.attention.parameters())
+        if not attention:
+            expected = "1.0 for an attention without parameters"
+            got = options.attention_lr_scale
+            raise InputError(argument_message("attention_lr_scale", expected, got))
         own = set(map(id, attention))
         rest = [x for x in model.parameters() if id(x) not in own]
         groups = [{"params": rest}, {"params": attention, "scale": options.attention_lr_scale}]
@@ -203,8 +214,7 @@ def batch_loss(
         loss = loss + options.coverage_loss * coverage.sum() / words
     if aligned is not None:
         rows = (aligned.sum(-1) > 0).sum().clamp_min(1)
-        weights = predicted.weights
-        of_rows = alignment_loss(weights.mean(1) if weights.dim() == 4 else weights, aligned)
+        of_rows = alignment_loss(mean_of_heads(predicted.weights), aligned)
         loss = loss + supervision * of_rows.sum() / rows
     return loss
 
@@ -345,7 +355,9 @@ class Trainer:
 
     def __post_init__(self):
         self.device = next(self.model.parameters()).device
-        if self.processes.rank:  # the parameters are those of the first; dropout is its own
+        if self.config.hard and self.processes.count > 1:
+            raise InputError(f"--hard: expected one process, got {self.processes.count}")
+        if self.processes.rank:  # parameters are the first process's; dropout differs
             torch.manual_seed(self.options.seed + self.processes.rank)
         self.optimizer = make_optimizer(self.model, self.options)
         self.reinforce = None
