@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import attnfast
 from attnfast import nn as attn
 from attnfast.nn import _fused_rnn as layer_code
+from attnfast.nn import recurrent as recurrent_module
 from attnfast.nn.recurrent import RECURRENCES
 from attnfast.ops.backends import unsupported_reason
 
@@ -343,6 +344,30 @@ def test_masks_of_steps_in_one_call_and_step_by_step(
     torch.testing.assert_close(run(**masks).states, whole.states)
     torch.testing.assert_close(run(**masks).contexts, whole.contexts)
     assert not any(torch.allclose(run().output, output) for output in each.values())
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("kind", [attn.AttentionRNN, attn.AttentionGRU, attn.AttentionLSTM])
+def test_a_layer_without_attention_by_pytorchs_function(kind, bias, monkeypatch):
+    """Which a GPU takes: the states and the last state and cell are those of the operator."""
+    layer, x, source, lengths = layer_and_inputs(
+        kind, "bahdanau", recurrence="independent", num_layers=2, bias=bias
+    )
+    memory = layer.prepare(source, lengths)
+    start = torch.randn(2, 2, 3, 12).double()
+    hx = attn.RecurrentState(start[0], start[1] if layer.mode == "lstm" else None)
+    expected, calls = layer(x, memory, hx), []
+
+    def spied(part, input, state, *_, **__):
+        calls.append(part.mode)
+        return layer_code.run_torch(part, input, state)
+
+    monkeypatch.setattr(recurrent_module, "run_layer", spied)
+    found = layer(x, memory, hx)
+    assert calls == [layer.mode] * 2
+    for a, b in zip(past(found.state), past(expected.state)):
+        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(found.output, expected.output)
 
 
 @torch.no_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -156,6 +157,11 @@ def run_layer(
     backend, reason, output = None, "its cell or output layer is no plain module", layer.output
     plain = layer.rnn is None and (output is None or is_plain(output, nn.Linear))
     given = {name: x for name, x in dropouts.items() if x is not None}
+    alone = attention is None and output is None and layer.weight_ih_upper is None
+    if (alone and plain and input.is_cuda and target_lengths is None
+            and not (single or given or is_tracing())):  # fmt: skip
+        record("recurrent layer", "PyTorch", "cuDNN is faster for a layer without attention")
+        return run_torch(layer, input, state)
     inner, gate = split_gate(attention)
     feature = layer_feature(layer, bool(given.keys() - {"dropout"}), gate is not None)
     if plain and single and feature:
@@ -218,6 +224,25 @@ def run_layer(
         history,
         packed,
     )
+
+
+def run_torch(layer: Layer, input: Tensor, state: Any) -> LayerOutputs:
+    """Run a layer without attention by PyTorch's function, cuDNN's on a GPU.
+
+    Of the cells, the last alone is returned, ``[B, 1, H]``.
+    """
+    parameters = [x for x in (getattr(layer, name) for name in NAMES) if x is not None]
+    options = len(parameters) == 4, 1, 0.0, torch.is_grad_enabled(), False, True
+    h, cell = state.hidden.unsqueeze(0), None
+    with warnings.catch_warnings():  # that the weights of a step are not one piece of memory
+        warnings.simplefilter("ignore")
+        if layer.mode == "lstm":
+            states, _, cell = torch.lstm(input, (h, state.cell.unsqueeze(0)), parameters, *options)
+        else:
+            function = torch.gru if layer.mode == "gru" else torch.rnn_tanh
+            states, _ = function(input, h, parameters, *options)
+    cells = None if cell is None else cell.transpose(0, 1)
+    return LayerOutputs(states, cells, None, None, None, state.history)
 
 
 def _gate_arguments(gate: nn.Linear, layer: Layer, features: int) -> dict[str, Tensor | None]:
