@@ -158,8 +158,8 @@ def run_layer(
     plain = layer.rnn is None and (output is None or is_plain(output, nn.Linear))
     given = {name: x for name, x in dropouts.items() if x is not None}
     alone = attention is None and output is None and layer.weight_ih_upper is None
-    if (alone and plain and input.is_cuda and target_lengths is None
-            and not (single or given or is_tracing())):  # fmt: skip
+    whole = not (single or given) and target_lengths is None
+    if alone and whole and plain and input.is_cuda and not is_tracing():
         record("recurrent layer", "PyTorch", "cuDNN is faster for a layer without attention")
         return run_torch(layer, input, state)
     inner, gate = split_gate(attention)
