@@ -1,4 +1,4 @@
-"""Scores of translations, beside the same by hand or by their libraries."""
+"""Scores of translations, compared with values by hand or from other libraries."""
 
 import pytest
 
