@@ -280,7 +280,7 @@ class RecurrentDecoder(nn.Module):
         Returns:
             ``output [B, T, E]`` and the state after the last word, with the attributes of
             :class:`attnfast.nn.AttentionRNN`: ``states [B, T, H]``, ``contexts [B, T, Dv]`` and
-            ``weights [B, T, Tk]``, None unless requested.
+            ``weights [B, T, Tk]``, or ``[B, H, T, Tk]`` of H heads or hops, None unless requested.
 
         Raises:
             ValueError, TypeError: an argument does not fit; the message names it.

@@ -280,7 +280,7 @@ class AttentionRNN(_AttentionWrapper):
             ``output, state``: the states of the last layer ``[B, T, H]``, or with input feeding
             the attentional vectors ``[B, T, F]``; a :class:`RecurrentState`. The result's
             attributes are ``states [B, T, H]`` of the last layer, ``contexts [B, T, Dv]`` and
-            ``weights [B, T, Tk]``, None unless requested.
+            ``weights [B, T, Tk]``, or ``[B, H, T, Tk]`` of H heads or hops, None unless requested.
 
         Raises:
             ValueError, TypeError: an argument does not fit; the message names it.
