@@ -429,6 +429,7 @@ CASES = [
     ),
     Case("gru", "attend_first", "tanh", 13, 3, 301, 600, 9, 200, 1100, terms=("narrow",)),
     Case("lstm", None, H=70, terms=("narrow", "biases")),
+    Case("tanh", None, B=3, T=11, H=1, terms=("narrow",)),  # a left factor of one column
     Case("lstm", "attend_last", "tanh", terms=("narrow", "projection", *PAST)),
 ]
 

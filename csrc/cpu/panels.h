@@ -118,8 +118,41 @@ void gather_left(const ProductRows<C>& x, int64_t k, int64_t depth, C* out, C* s
   }
 }
 
-// Compute panels [first, last) of the result, kProductDepth of the depth at a time; `own` is
-// scratch for that much of left.
+// Store two rows of a vector of columns as a row of a panel of pairs.
+template <class C>
+void store_two(const Vec<C>& low, const Vec<C>& high, C* out) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof(C) == sizeof(float)) store_pairs(low, high, out);
+#endif
+}
+
+// Round [depth, kProductRows] of left to pairs.
+template <class C>
+void round_left(const C* left, int64_t rows, int64_t depth, C* pairs) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof(C) == sizeof(float))
+    round_columns(left, kProductRows, rows, depth, reinterpret_cast<uint32_t*>(pairs));
+#endif
+}
+
+// Compute out[r] += row r of these pairs . panel.
+template <class C>
+void multiply_rounded(const C* pairs, int64_t rows, int64_t depth, const Panel<C>& panel, C* out) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof(C) == sizeof(float))
+    multiply_pairs(reinterpret_cast<const uint32_t*>(pairs), 1, kProductRows, rows, (depth + 1) / 2,
+                   panel.data, out);
+#endif
+}
+
+// Return the elements of scratch of `multiply_rows`: a part of left, and its pairs.
+template <class C>
+constexpr int64_t product_scratch() {
+  return kProductRows * kProductDepth * 3 / 2;
+}
+
+// Compute panels [first, last) of the result, kProductDepth of the depth at a time. Panels of
+// bfloat16 need a left whose rows have the stride 1; `own` is scratch.
 template <class C>
 void multiply_rows(const ProductRows<C>& x, const Panels<C>& right, int64_t first, int64_t last, C* own) {
   constexpr int64_t P = kPanel<C>;
@@ -127,13 +160,17 @@ void multiply_rows(const ProductRows<C>& x, const Panels<C>& right, int64_t firs
   alignas(64) C block[kProductRows * P];
   for (int64_t k = 0; k < x.depth || k == 0; k += kProductDepth) {
     const int64_t depth = min(kProductDepth, x.depth - k);
-    const bool gathers = x.sums || x.column != 1;
+    const bool narrow = right.stored == Stored::bfloat16, gathers = x.sums || x.column != 1 || narrow;
     if (gathers) gather_left(x, k, depth, own, sums);
     const C* const left = gathers ? own : x.left + k;
+    C* const pairs = own + kProductRows * kProductDepth;
+    if (narrow) round_left(own, x.rows, depth, pairs);
     for (int64_t panel = first; panel < last; ++panel) {
       clear(block, x.rows * P);
-      multiply_panel(left, gathers ? 1 : x.row, gathers ? kProductRows : 1, x.rows, depth,
-                     right.at(panel).from(k), block);
+      const Panel<C> columns = right.at(panel).from(k);
+      if (narrow) multiply_rounded(pairs, x.rows, depth, columns, block);
+      else
+        multiply_panel(left, gathers ? 1 : x.row, gathers ? kProductRows : 1, x.rows, depth, columns, block);
       const C* const bias = x.bias && k == 0 ? x.bias + panel * P : nullptr;
       for (int64_t m = 0; m < x.rows; ++m)
         for_vectors<C>(x.columns - panel * P, [&](int64_t c, int64_t n) {

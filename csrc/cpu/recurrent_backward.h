@@ -62,7 +62,7 @@ struct BackwardRoom {
     const auto list = [&](const View& left, const View& right, const View& first, bool earlier,
                           const View& factor, int64_t rows, int64_t columns, const View& out,
                           const View& sums) {
-      const Panels<C> packed = take_panels(room, a.B * a.T, panels<C>(columns));
+      const Panels<C> packed = take_panels(room, a.B * a.T, panels<C>(columns), stored_in(a));
       gradients.push_back({left, right, first, earlier, factor, rows, columns, out, sums, packed, true});
     };
     gradients.reserve(5 + 3 * a.layers);
@@ -537,19 +537,23 @@ class BackwardPass {
   }
 
   void pack_right(const ParameterGradient<C>& x, int64_t panel) {
-    const int64_t first = panel * P;
+    const int64_t first = panel * P, all = a.B * a.T;
     C* out = x.packed.at(panel).data;
-    for (int64_t b = 0; b < a.B; ++b)
-      for (int64_t t = 0; t < a.T; ++t)
-        for (int64_t c = 0; c < P; c += Vector<C>::width, out += Vector<C>::width) {
-          const int64_t i = first + c, n = x.columns - i;
-          const bool before = x.earlier && t == 0, there = runs(a, b, t) && (!before || x.first.data);
-          Vec<C> v = {};
-          if (n > 0 && there)
-            v = load_part((before ? row<C>(x.first, b) : row<C>(x.right, b, t - x.earlier)) + i, n, (C)0);
-          if (n > 0 && x.factor.data) v *= load_part(row<C>(x.factor, b, t) + i, n, (C)0);
-          store(out, v);
-        }
+    const auto read = [&](int64_t of_all, int64_t i) {
+      const int64_t b = of_all / a.T, t = of_all % a.T, n = x.columns - i;
+      const bool before = x.earlier && t == 0, there = runs(a, b, t) && (!before || x.first.data);
+      Vec<C> v = {};
+      if (n > 0 && there)
+        v = load_part((before ? row<C>(x.first, b) : row<C>(x.right, b, t - x.earlier)) + i, n, (C)0);
+      if (n > 0 && x.factor.data) v *= load_part(row<C>(x.factor, b, t) + i, n, (C)0);
+      return v;
+    };
+    const bool narrow = x.packed.stored == Stored::bfloat16;
+    for (int64_t r = 0; r < all; r += narrow ? 2 : 1)
+      for (int64_t c = first; c < first + P; c += Vector<C>::width, out += Vector<C>::width) {
+        if (narrow) store_two(read(r, c), r + 1 < all ? read(r + 1, c) : Vec<C>{}, out);
+        else store(out, read(r, c));
+      }
   }
 
   // Compute rows [first, first + kProductRows) of a gradient.

@@ -102,7 +102,7 @@ size_t search_scratch(const Search& a, const LayerPlan& plan) {
   return larger(forward_scratch(a.step, plan), larger(drawn, copied));
 }
 size_t backward_scratch(const RecurrentBackward& a, const LayerPlan& plan) {
-  const size_t block = kProductRows * kProductDepth * (a.dtype == Dtype::f64 ? 8 : 4);
+  const size_t block = a.dtype == Dtype::f64 ? 8 * product_scratch<double>() : 4 * product_scratch<float>();
   if (!a.attends) return block;
   const size_t bytes = larger(block, attention.backward_scratch(a.attention, plan.attention));
   return has_history(a.attention) ? larger(bytes, coverage.backward_scratch(a.attention)) : bytes;
