@@ -478,6 +478,13 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
             ("isinstance(rows, Tensor) and self.span.phases > 1", "False"),
         ],
     },
+    ("attnfast/nn/_fused_rnn.py", "tests/test_nn_recurrent.py -k autocast"): {
+        "run_layer": [("is_half(input) and not narrows", "is_half(input)")],
+        "narrows_weights": [("x.dtype in dtypes", "False")],
+    },
+    ("attnfast/ops/packing.py", "tests/test_nn_recurrent.py -k autocast"): {
+        "narrow_weights": [("if n in WEIGHTS else", "if n == 'weight_ih' else")],
+    },
     ("attnfast/nn/_fused_rnn.py", "tests/test_nn_recurrent.py -k go"): {
         "run_layer": [("input.shape[1] if lengths is None else lengths", "input.shape[1]")],
     },
@@ -1771,6 +1778,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
             ("there = runs(a, b, t) && (!before || x.first.data)",
              "there = !before || x.first.data"),
             ("if (n > 0 && x.factor.data) v *=", "if (false) v *="),
+            ("? read(r + 1, c) :", "? read(r, c) :"),
         ],
     },
     ("csrc/cell.h", RECURRENT): {
@@ -1783,8 +1791,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         "multiply_rows": [
             ("if (bias) sum += load_part", "if (false) sum += load_part"),
             ("k ? sum + load_part", "false ? sum + load_part"),
-            ("const bool gathers = x.sums || x.column != 1;",
-             "const bool gathers = x.column != 1;"),
+            ("gathers = x.sums || x.column != 1", "gathers = x.column != 1"),
             ("gathers ? own : x.left + k;", "gathers ? own : x.left;"),
         ],
         "gather_left": [("sums[m] += of_block[m];", "sums[m] = of_block[m];")],
@@ -2006,6 +2013,10 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
             ("last = std::unique(first, last);", ""),
         ],
     },
+    ("csrc/cpu/panels.h", "tests/test_recurrent.py -k narrow"): {
+        "multiply_rows": [("x.column != 1 || narrow;", "x.column != 1;")],
+        "multiply_rounded": [("(depth + 1) / 2", "depth / 2")],
+    },
     ("csrc/cpu/narrow.h", "tests/test_recurrent.py tests/test_search.py -k 'narrow or bfloat16'"): {
         "pack_rows": [
             ("x[0] | (k + 1 < depth ? (uint32_t)x[1] << 16 : 0)", "x[1] | ((uint32_t)x[0] << 16)"),
@@ -2013,8 +2024,10 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         ],
         "pack": [("k + 1 < depth ? weight + stride : nullptr", "weight + stride")],
         "round_pairs": [("_mm512_cvtne2ps_pbh(high, low)", "_mm512_cvtne2ps_pbh(low, high)")],
+        "store_pairs": [("_mm512_cvtneps_pbh((__m512)high)", "_mm512_cvtneps_pbh((__m512)low)")],
+        "round_columns": [("load(x + stride + i) :", "load(x + i) :")],
+        "multiply_pairs": [("run(narrow_tile<8>, 8)", "run(narrow_tile<4>, 8)")],
         "multiply_narrow": [
-            ("run(narrow_tile<8>, 8)", "run(narrow_tile<4>, 8)"),
             ("panel += kPairs * kNarrowPanel", "panel += 2 * kPairs * kNarrowPanel"),
         ],
     },

@@ -54,6 +54,40 @@ def layer_and_inputs(kind, attention: str, **options):
     return layer, x, source, torch.tensor([9, 4, 6])
 
 
+# Not a relu, whose gradient jumps, nor what no operator runs.
+@pytest.mark.parametrize(
+    "attention", sorted(ATTENTIONS.keys() - {"fertility", "gated twice", "heads"})
+)
+@pytest.mark.parametrize("recurrence", RECURRENCES)
+def test_autocast_to_bfloat16_rounds_the_factors_of_products(recurrence, attention):
+    """The operator's sums, states and gradients stay float32, and are near those without it."""
+    layer, x, source, lengths = layer_and_inputs(
+        attn.AttentionLSTM, attention, recurrence=recurrence
+    )
+    layer, x, source = layer.float(), x.detach().float(), source.detach().float()
+    found = []
+    for enabled in (False, True):
+        given = [y.clone().requires_grad_() for y in (x, source)]
+        layer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            memory = layer.prepare(given[1], lengths)
+            ran = str(attnfast.explain(layer, given[0], memory))
+            result = layer(given[0], memory, need_weights=True)
+            if enabled:
+                assert layer(x.bfloat16(), memory).states.dtype == torch.float32
+        assert "step by step" not in ran
+        shown = tensors(result)
+        if recurrence != "independent":  # whose attention is the functional
+            assert {y.dtype for y in shown if y.is_floating_point()} == {torch.float32}
+        torch.manual_seed(1)
+        sum((y * torch.randn(y.shape)).sum() for y in shown[:4]).backward()
+        grads = [*given, *layer.parameters()]
+        found.append([*shown[:4], *(y.grad for y in grads if y.grad is not None)])
+    for exact, near in zip(*found):
+        assert (near - exact).norm() < 0.05 * exact.norm() + 1e-3
+    assert not torch.equal(found[0][1], found[1][1])
+
+
 def past(state) -> list[Tensor]:
     """Return all tensors of a state."""
     history = state.history if isinstance(state.history, attn.CumulativeState) else ()

@@ -39,17 +39,20 @@ from attnfast.ops.backends import (
 )
 from attnfast.ops.coverage import CoverageInputs
 from attnfast.ops.operators import is_tracing
-from attnfast.ops.packing import is_half, pack_parameters, upcast_halves
+from attnfast.ops.packing import is_half, narrow_weights, pack_parameters, upcast_halves
 from attnfast.ops.recurrent import RECURRENT, RecurrentInputs, feed_size
 from attnfast.ops.span import rows_at
 
 
 def select_layer_backend(
     attention: Any, memory: Memory | None, like: Tensor, requested: str | None = None,
-    history: Any = None, operator: str = RECURRENT.name, feature: str = "",
+    history: Any = None, operator: str = RECURRENT.name, feature: str = "", narrows: bool = False,
 ) -> tuple[str | None, str]:  # fmt: skip
-    """Return the backend whose operator runs a whole layer; without one, None and the reason."""
-    if is_autocast_on():
+    """Return the backend whose operator runs a whole layer; without one, None and the reason.
+
+    ``narrows``: whether the caller narrows a layer's weights as autocast does.
+    """
+    if is_autocast_on() and not narrows:
         return None, "autocast is on"
     if has_tangents():
         return None, "forward-mode differentiation is on"
@@ -70,7 +73,8 @@ def select_layer_backend(
             return None, "the operator has windows at a fixed slope, without sigma or stride"
         if not is_plain(attention.query_proj, nn.Linear, nn.Identity) or memory.key.dim() != 3:
             return None, "its query projection is no plain nn.Linear, or its keys have heads"
-        if memory.key.dtype != like.dtype or memory.key.device != like.device:
+        same = narrows or memory.key.dtype == like.dtype
+        if not same or memory.key.device != like.device:
             return None, "keys and inputs differ in dtype or device"
         requested = memory.backend
     half = like.dtype in HALF and like.device.type == "cpu"
@@ -125,6 +129,14 @@ def split_gate(attention: Any) -> tuple[Any, nn.Linear | None]:
     return attention.attention, attention.gate
 
 
+def narrows_weights(x: Tensor) -> bool:
+    """Return whether autocast makes the products of a layer of a CPU take bfloat16 factors."""
+    if x.device.type != "cpu" or not torch.is_autocast_enabled("cpu"):
+        return False
+    dtypes = (torch.float32, torch.bfloat16)
+    return torch.get_autocast_dtype("cpu") == torch.bfloat16 and x.dtype in dtypes
+
+
 def _is_large(layer: Layer, memory: Any) -> bool:
     read = [layer.weight_ih, layer.weight_hh]
     read += [memory.key, memory.value] if isinstance(memory, Memory) else []
@@ -163,6 +175,7 @@ def run_layer(
         record("recurrent layer", "PyTorch", "cuDNN is faster for a layer without attention")
         return run_torch(layer, input, state)
     inner, gate = split_gate(attention)
+    narrows = narrows_weights(input) and not single
     feature = layer_feature(layer, bool(given.keys() - {"dropout"}), gate is not None)
     if plain and single and feature:
         reason = f"a single step of a layer with {feature} runs in a loop"
@@ -170,7 +183,7 @@ def run_layer(
         reason = "a single step of a large layer with gradients runs in a loop"
     elif plain:
         backend, reason = select_layer_backend(
-            inner, memory, input, history=state.history, feature=feature
+            inner, memory, input, history=state.history, feature=feature, narrows=narrows
         )
         if single and backend is not None and not BACKENDS[backend].packs:
             backend, reason = None, f"{backend} keeps no packed parameters for single steps"
@@ -205,14 +218,15 @@ def run_layer(
     if single and not is_tracing():
         packed = pack_parameters(call, feed_size(call), backend, state.packed)
         call = call._replace(packed=None if packed is None else packed.tensor)
-    done = dispatch.run(RECURRENT, upcast_halves(call), backend)
+    call = narrow_weights(call) if narrows else upcast_halves(call)
+    done = dispatch.run(RECURRENT, call, backend)
     lengths = target_lengths if target_mask is None else target_mask.sum(-1)
     if isinstance(history, SpanState):
         history = history.after(input.shape[1] if lengths is None else lengths)
     if isinstance(history, CumulativeState):
         log_weights = None if call.transition_prob is None else done.log_weights
         history = history._after(done.weights, log_weights, done.coverage, done.loss, lengths)
-    if is_half(input):  # rounded once; a history keeps its sums
+    if is_half(input) and not narrows:  # rounded once; a history keeps its sums
         names = ("states", "cells", "contexts", "weights", "attentional")
         done = done._replace(**{x: getattr(done, x).to(input.dtype) for x in names})
     return LayerOutputs(
@@ -383,7 +397,8 @@ def run_rnn(
     elif input.dim() != 3:
         reason = "its input is not [B, T, E]"
     else:
-        _, reason = select_layer_backend(None, None, input, backend)
+        narrows = narrows_weights(input)
+        _, reason = select_layer_backend(None, None, input, backend, narrows=narrows)
     if reason:
         record(type(rnn).__name__, "PyTorch", reason)
         return None

@@ -61,6 +61,12 @@ def upcast_halves(call: Any) -> Any:
     return call._replace(**{n: x.float() for n, x in half.items()})
 
 
+def narrow_weights(call: Any) -> Any:
+    """Return an operator's call with weights in bfloat16 and all else in float32."""
+    real = {n: x for n, x in call._asdict().items() if isinstance(x, Tensor) and x.is_floating_point()}
+    return call._replace(**{n: x.bfloat16() if n in WEIGHTS else x.float() for n, x in real.items()})
+
+
 def is_half(x: Any) -> bool:
     """Return True for a tensor in half precision."""
     return isinstance(x, Tensor) and x.dtype in HALF
