@@ -71,6 +71,19 @@ def test_a_step_is_adamws_at_the_rate_given():
         torch.testing.assert_close(got, want)
 
 
+def test_products_of_bfloat16_have_nearly_the_gradients_of_float32():
+    model, batch = made()
+    grads = []
+    for precision in ("float32", "bfloat16"):
+        model.zero_grad()
+        loss = batch_loss(model, batch, Options(precision=precision))
+        assert loss.dtype == torch.float32
+        loss.backward()
+        grads.append(torch.cat([x.grad.flatten() for x in model.parameters()]))
+    error = (grads[1] - grads[0]).norm() / grads[0].norm()
+    assert 1e-4 < error < 0.03
+
+
 def test_what_the_loss_is_of():
     """Coverage counts once for each word; where words are copied nothing is smoothed."""
     for copying in (False, True):

@@ -27,7 +27,7 @@ __all__ = ["hybrid_loss", "scheduled_sampling", "sequence_loss"]
 def sequence_loss(logits: Tensor, target_out: Tensor, label_smoothing: float = 0.0) -> Tensor:
     """Return the mean cross-entropy of ``logits [B, T, V]`` over words that are not padding.
 
-    It is 0 where there are none.
+    It is 0 where there are none, and in float32 for logits in half precision.
 
     Raises:
         ValueError, TypeError: an argument does not fit; the message names it.
@@ -42,6 +42,7 @@ def sequence_loss(logits: Tensor, target_out: Tensor, label_smoothing: float = 0
     check_array("target_out", target_out, "int64", shape, like=logits, of="logits")
     check_range("target_out", target_out, 0, V - 1, "word ids")
     check_number("label_smoothing", label_smoothing, 0, 1)
+    logits = logits.to(accumulation_dtype(logits.dtype))
     total = nn.functional.cross_entropy(
         logits.flatten(0, 1), target_out.flatten(), ignore_index=PAD,
         label_smoothing=label_smoothing, reduction="sum",

@@ -220,6 +220,18 @@ class Cuda(Backend):
         return 2 if products or request.operator == "copy_distribution" else 0
 
 
+def _asks_cpu(name: str) -> bool:
+    """Return what the library for CPUs answers to a question about the processor."""
+    question = getattr(_library("_C_cpu"), name)
+    question.restype = ctypes.c_bool
+    return question()
+
+
+def multiplies_bfloat16() -> bool:
+    """Return whether the kernels for this CPU multiply bfloat16 factors."""
+    return load_library("_C_cpu") is None and _asks_cpu("attnfast_multiplies_bfloat16")
+
+
 class Cpu(Backend):
     """C++ for CPUs."""
 
@@ -234,11 +246,8 @@ class Cpu(Backend):
     def unsupported_reason(self, request: DispatchKey) -> str | None:
         if reason := super().unsupported_reason(request):
             return reason
-        if request.operator == "linear":
-            is_quicker = _library("_C_cpu").attnfast_linear_is_quicker
-            is_quicker.restype = ctypes.c_bool
-            if not is_quicker():
-                return "PyTorch's own product is as fast on this processor"
+        if request.operator == "linear" and not _asks_cpu("attnfast_linear_is_quicker"):
+            return "PyTorch's own product is as fast on this processor"
         return None
 
     def rank(self, request: DispatchKey) -> float:

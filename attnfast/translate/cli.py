@@ -144,6 +144,7 @@ def _train(
     """Begin or resume a training in the folder ``args.model_dir``."""
     log = _no_log if processes.rank else progress.log
     from attnfast.models import build
+    from attnfast.ops.backends import multiplies_bfloat16
     from attnfast.translate import checkpoint
     from attnfast.translate.data import SubwordTokenizer, WordTokenizer, encode_pairs
     from attnfast.translate.trainer import Trainer, rank
@@ -212,6 +213,9 @@ def _train(
         f"{size / 1e6:.1f} million parameters, {trainer.steps} steps an epoch, "
         f"on {processes.device}{several}"
     )
+    on_cpu = processes.device.type == "cpu"
+    if options.precision == "bfloat16" and on_cpu and not multiplies_bfloat16():
+        log("--precision bfloat16 is no faster here: this processor has no products of bfloat16")
     try:
         trainer.run(log)
     except Interrupted as stop:

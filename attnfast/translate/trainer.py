@@ -35,6 +35,7 @@ from attnfast.translate.scores import bleu
 FREE = ("save_every", "compile", "patience")
 #: The settings of a model that a trainer sets, to the lengths of its pairs.
 MEASURED = ("length_ratio", "longest_target")
+PRECISIONS = ("float32", "bfloat16")
 
 
 @with_settings
@@ -103,6 +104,11 @@ class Options:
         "validates and saves the parameters themselves",
         at_least=0,
         below=1,
+    )
+    precision: str = setting(
+        "float32",
+        "dtype of the factors of matrix products in training; parameters and sums are float32",
+        PRECISIONS,
     )
     compile: bool = setting(False, "compile the model with torch.compile, for training alone")
     seed: int = setting(
@@ -193,11 +199,13 @@ def batch_loss(
     aligned = batch.alignment if supervision else None
     needs = {} if aligned is None else {"need_weights": True}
     target_in = batch.target_in
-    if sampled_share:
-        with torch.no_grad():
-            logits, _ = model(batch.source, batch.lengths, target_in)
-        target_in = scheduled_sampling(target_in, logits, sampled_share)
-    predicted = model(batch.source, batch.lengths, target_in, **needs)
+    narrow = options.precision == "bfloat16"
+    with torch.autocast(target_in.device.type, torch.bfloat16, enabled=narrow):
+        if sampled_share:
+            with torch.no_grad():
+                logits, _ = model(batch.source, batch.lengths, target_in)
+            target_in = scheduled_sampling(target_in, logits, sampled_share)
+        predicted = model(batch.source, batch.lengths, target_in, **needs)
     logits, coverage = predicted
     words = (batch.target_out != PAD).sum()
     copying = getattr(getattr(model, "module", model), "pointer", None) is not None
@@ -205,7 +213,7 @@ def batch_loss(
         smoothing = 0.0 if copying else options.label_smoothing
         loss = sequence_loss(logits, batch.target_out, smoothing)
     else:  # of sentences, per word
-        log_likelihood = logits.log_softmax(-1).gather(-1, batch.target_out.unsqueeze(-1))
+        log_likelihood = logits.float().log_softmax(-1).gather(-1, batch.target_out.unsqueeze(-1))
         log_likelihood = log_likelihood.squeeze(-1).masked_fill(batch.target_out == PAD, 0).sum(-1)
         drawn = predicted.history
         of_sentences = reinforce(log_likelihood, drawn.log_prob, drawn.entropy)

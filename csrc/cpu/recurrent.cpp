@@ -552,6 +552,15 @@ ATTNFAST_EXPORT const char* attnfast_search_operators() {
   return text.c_str();
 }
 
+// Return true if this processor multiplies bfloat16 factors.
+ATTNFAST_EXPORT bool attnfast_multiplies_bfloat16() {
+  try {
+    return multiplies_narrow();
+  } catch (const std::exception&) {  // an unsupported instruction set: the operators report it
+    return false;
+  }
+}
+
 STABLE_TORCH_LIBRARY_IMPL(attnfast_cpu, CPU, m) {
   RecurrentOperators::implement(m);
   Operators<pack_recurrent>::implement(m);
