@@ -63,8 +63,11 @@ def upcast_halves(call: Any) -> Any:
 
 def narrow_weights(call: Any) -> Any:
     """Return an operator's call with weights in bfloat16 and all else in float32."""
-    real = {n: x for n, x in call._asdict().items() if isinstance(x, Tensor) and x.is_floating_point()}
-    return call._replace(**{n: x.bfloat16() if n in WEIGHTS else x.float() for n, x in real.items()})
+    cast = {}
+    for name, x in call._asdict().items():
+        if isinstance(x, Tensor) and x.is_floating_point():
+            cast[name] = x.bfloat16() if name in WEIGHTS else x.float()
+    return call._replace(**cast)
 
 
 def is_half(x: Any) -> bool:
