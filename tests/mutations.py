@@ -483,7 +483,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         "narrows_weights": [("x.dtype in dtypes", "False")],
     },
     ("attnfast/ops/packing.py", "tests/test_nn_recurrent.py -k autocast"): {
-        "narrow_weights": [("if n in WEIGHTS else", "if n == 'weight_ih' else")],
+        "narrow_weights": [("if name in WEIGHTS else", "if name == 'weight_ih' else")],
     },
     ("attnfast/nn/_fused_rnn.py", "tests/test_nn_recurrent.py -k go"): {
         "run_layer": [("input.shape[1] if lengths is None else lengths", "input.shape[1]")],
@@ -1173,7 +1173,13 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         "Training.judge": [("if n <= self.row.largest]", "]")],
     },
     ("attnfast/analysis/diagnostics.py", "tests/test_diagnostics.py"): {
-        "failures": [("(of.each(of.m, 1) + 2) // 3", "(of.each(of.m, 1) + 1) // 3")],
+        "failures": [
+            ("(of.each(of.m, 1) + 2) // 3", "(of.each(of.m, 1) + 1) // 3"),
+            ("crossed.triu(1)", "crossed"),
+            ("rows.sum(-2, keepdim=True)", "rows[..., :1, :]"),
+            ("> limit.alike", "> 2 * limit.alike"),
+            ("(share >= limit.saturated)", "(share > 0)"),
+        ],
     },
     ("attnfast/translate/checkpoint.py", "tests/test_checkpoint.py -k umask"): {
         "write_atomically": [("os.chmod(temporary, 0o666 & ~umask)", "pass")],

@@ -256,6 +256,7 @@ def test_a_span_is_judged_by_its_keys():
     both = [diag.failures(x, LENGTHS, TARGETS, key_indices=k) for x, k in ways]
     for name in ("concentrated", "skipped"):
         assert torch.equal(*(getattr(x, name) for x in both))
+    assert torch.equal(*(x.sentences["crossing"] for x in both))
     keys = Span(window=1).key_indices(9, 9)
     even = (keys >= 0) / (keys >= 0).sum(-1, keepdim=True)
     assert diag.failures(even.unsqueeze(0), key_indices=keys).diffuse.all()
@@ -293,12 +294,23 @@ def test_each_way_to_fail_is_told_from_the_others():
         "concentrated": 0.6 * healthy[5] + 0.4 * healthy,
         "drifting": healthy[(i - (i > 6) * (i - 6)).clamp_max(T - 1)],
         "skipped": healthy[(i // 4) * 4 + i % 2],
+        "saturated": healthy,
+        "striped": (0.45 * (healthy[2] + healthy[8]) + 0.1 / T).expand(T, T),
+        "block": healthy.view(3, 4, T).mean(1).repeat_interleave(4, 0),
+        "crossing": healthy.flip(0),
     }
     weights = torch.stack([*cases.values()])
     found = diag.failures(weights)
+    assert found.saturated.tolist() == (weights.amax(-1) >= 0.9).tolist()
+    assert found.block[[*cases].index("block")].all() and not found.block[0].any()
     for b, name in enumerate(cases):
         told = {x for x, flags in found.sentences.items() if flags[b]}
-        allowed = {"drifting": {"drifting", "stuck", "concentrated"}, "concentrated": {"stuck"}}
+        told -= {"saturated"} - {name}  # as every sharp row is
+        allowed = {
+            "drifting": {"drifting", "stuck", "concentrated"}, "concentrated": {"stuck"},
+            "striped": {"stuck", "skipped", "drifting"}, "block": {"stuck"},
+            "crossing": {"drifting"},
+        }  # fmt: skip
         assert told >= {name} - {""}, (name, told)
         assert told <= {name} | allowed.get(name, set()), (name, told)
     assert found.diffuse[1].all() and not found.diffuse[0].any()
@@ -315,11 +327,24 @@ def test_a_third_of_four_rows_is_two():
         assert found.sentences["drifting"].tolist() == [wanted]
 
 
+def test_thresholds_of_pairs_of_rows():
+    """Rows 0.1 apart are a block; of six pairs of rows, two cross."""
+    row, step = torch.tensor([0.4, 0.3, 0.2, 0.1]), torch.tensor([0.1, -0.1, 0.0, 0.0]) / 2
+    weights = torch.stack([row, row + step, row, row + step]).unsqueeze(0)
+    for alike, wanted in ((0.06, True), (0.04, False)):
+        found = diag.failures(weights, thresholds=diag.Thresholds(diffuse=1.0, alike=alike))
+        assert (found.block.all() and found.sentences["striped"].all()) == wanted
+    weights = torch.eye(4)[[0, 2, 3, 1]].unsqueeze(0)
+    for crossing, wanted in ((0.33, True), (0.34, False)):
+        found = diag.failures(weights, thresholds=diag.Thresholds(crossing=crossing))
+        assert found.sentences["crossing"].tolist() == [wanted]
+
+
 def test_padding_fails_nothing():
     weights = torch.full((2, 6, 8), math.nan)
-    weights[0, :4, :4] = torch.eye(4)
+    weights[0, :4, :4] = 0.8 * torch.eye(4) + 0.05
     found = diag.failures(weights, torch.tensor([4, 0]), torch.tensor([4, 0]))
-    for flags in (*found[:4], *found.sentences.values()):
+    for flags in (*found[:6], *found.sentences.values()):
         assert not flags.any()
 
 
@@ -327,10 +352,13 @@ def test_thresholds():
     weights = torch.tensor([0.7, 0.1, 0.1, 0.1]).expand(1, 4, 4)
     loose = diag.Thresholds(0.6, concentrated=0.8, stuck=2, drift=0.9, skipped=0.5, sentence=0.7)
     for thresholds, wanted in (
-        (None, {"stuck", "concentrated", "drifting"}),
-        (diag.Thresholds(stuck=5, concentrated=0.8, drift=0.9), set()),
+        (None, {"stuck", "concentrated", "drifting", "striped"}),
+        (diag.Thresholds(stuck=5, concentrated=0.8, drift=0.9), {"striped"}),
         (loose, {"diffuse", "skipped"}),
-        (diag.Thresholds(stuck=4, concentrated=0.7, drift=0.9), {"stuck", "concentrated"}),
+        (
+            diag.Thresholds(stuck=4, concentrated=0.7, drift=0.9, saturated=0.7),
+            {"stuck", "concentrated", "striped", "saturated"},
+        ),
     ):
         found = diag.failures(weights, thresholds=thresholds).sentences
         assert {name for name, flags in found.items() if flags} == wanted

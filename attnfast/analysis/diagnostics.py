@@ -674,7 +674,11 @@ class Thresholds:
         drift: the mean distance from the diagonal in the last third of the rows less that in the
             first third, over n.
         skipped: a key's coverage, over m / n; below it the key is skipped.
-        sentence: the share of diffuse rows, or of skipped keys, from which a sentence is flagged.
+        sentence: the share of diffuse or saturated rows, or of skipped keys, from which a sentence
+            is flagged.
+        saturated: the largest weight's share of a row, of two visible keys or more.
+        alike: the largest total variation distance between rows that count as alike.
+        crossing: the share of a sentence's pairs of rows whose largest weights cross.
 
     Example:
         >>> from attnfast.analysis.diagnostics import Thresholds, failures
@@ -689,6 +693,9 @@ class Thresholds:
     drift: float = 0.25
     skipped: float = 0.1
     sentence: float = 0.5
+    saturated: float = 0.9
+    alike: float = 0.1
+    crossing: float = 0.25
 
     def __post_init__(self):
         for field in fields(self):
@@ -706,8 +713,9 @@ class Failures(NamedTuple):
         stuck: rows of a run that attends to one key, ``[B, (H,) Tq]``.
         concentrated: keys with most of a sentence's weight, ``[B, (H,) Tk]``.
         skipped: keys that no row attends to, ``[B, (H,) Tk]``.
-        sentences: flags ``[B, (H)]`` by name: ``"diffuse"``, ``"concentrated"``, ``"stuck"``,
-            ``"drifting"`` and ``"skipped"``.
+        saturated: rows with almost all of their weight at one key, ``[B, (H,) Tq]``.
+        block: rows of a run that attends to the same group of keys, ``[B, (H,) Tq]``.
+        sentences: flags ``[B, (H)]`` by the names that :func:`failures` lists.
 
     Example:
         >>> from attnfast.analysis.diagnostics import failures
@@ -722,6 +730,8 @@ class Failures(NamedTuple):
     stuck: Tensor
     concentrated: Tensor
     skipped: Tensor
+    saturated: Tensor
+    block: Tensor
     sentences: dict[str, Tensor]
 
 
@@ -741,6 +751,11 @@ def failures(
     stuck             many consecutive rows attend to the same key: a word that repeats
     drifting          a sentence's rows move away from the diagonal towards its end
     skipped           no row attends to a key; a sentence has many such keys
+    saturated         a row has almost all of its weight at one key, and hardly a gradient; a
+                      sentence has many such rows
+    striped           all rows of a sentence are alike, and not diffuse: vertical stripes
+    block             many consecutive rows are alike, and each attends to several keys
+    crossing          the largest weights of many pairs of rows are in the reverse order
     ================  ===========================================================================
 
     Args:
@@ -769,7 +784,9 @@ def failures(
         live & several_seen & (of.evenness() >= limit.diffuse - 1e-5)
     )  # tolerance for rounding
 
-    _, position = of.largest()
+    most, position = of.largest()
+    share = most / of.weights.sum(-1).masked_fill(~live, 1)
+    saturated = live & several_seen & (share >= limit.saturated)
     sharp = live & several_seen & ~diffuse
     stuck = _runs(position.masked_fill(~sharp, -1), limit.stuck) & sharp
 
@@ -785,19 +802,45 @@ def failures(
     third = (of.each(of.m, 1) + 2) // 3
     first, last = (i < third) & live, (i >= of.each(of.m, 1) - third) & of.rows & live
     near, far = ((apart * x).sum(-1) / x.sum(-1).clamp_min(1) for x in (first, last))
+
+    rows = to_dense(of.p, of._all_keys(), of.Tk)
+    average = rows.sum(-2, keepdim=True) / live.sum(-1).clamp_min(1)[..., None, None]
+    far_from_average = _distance(rows, average).masked_fill(~live, 0).sum(-1)
+    long = (n > 2) & (m > 2)
+    striped = long & sharp.any(-1) & (far_from_average <= limit.alike * live.sum(-1))
+    changes = torch.ones_like(live)
+    changes[..., 1:] = _distance(rows[..., 1:, :], rows[..., :-1, :]) > limit.alike
+    broad = sharp & (share < 0.5)
+    block = _runs(changes.cumsum(-1).masked_fill(~broad, -1), limit.stuck) & broad
+    place = position.to(dtype).masked_fill(~live, math.nan)
+    crossed = place.unsqueeze(-1) > place.unsqueeze(-2)  # [.., i, k]
+    crossings = crossed.triu(1).sum((-2, -1))
+    pairs = live.sum(-1) * (live.sum(-1) - 1) / 2
+
     return Failures(
         diffuse,
         stuck,
         concentrated,
         skipped,
+        saturated,
+        block,
         {
             "diffuse": (diffuse.sum(-1) >= limit.sentence * m) & diffuse.any(-1),
             "concentrated": concentrated.any(-1),
             "stuck": stuck.any(-1),
             "drifting": (far - near >= limit.drift * n) & (m > 2) & (n > 2),
             "skipped": (skipped.sum(-1) >= limit.sentence * n) & skipped.any(-1),
+            "saturated": (saturated.sum(-1) >= limit.sentence * m) & saturated.any(-1),
+            "striped": striped,
+            "block": block.any(-1) & ~striped,
+            "crossing": long & (crossings >= limit.crossing * pairs),
         },
     )
+
+
+def _distance(x: Tensor, y: Tensor) -> Tensor:
+    """Return the total variation distance of rows."""
+    return (x - y).abs().sum(-1) / 2
 
 
 def _runs(x: Tensor, least: int) -> Tensor:

@@ -19,7 +19,10 @@ from attnfast.ops.arguments import mean_of_heads
 from attnfast.translate.data import Example, Links, Tokenizer, collate
 
 #: The names of failures.
-PATTERNS = ("diffuse", "concentrated", "stuck", "drifting", "skipped")
+PATTERNS = (
+    "diffuse", "concentrated", "stuck", "drifting", "skipped", "saturated", "striped", "block",
+    "crossing",
+)  # fmt: skip
 #: Measurements of a sentence, and their names in tables.
 NUMBERS = {
     "entropy": "mean entropy of a row, nats",
