@@ -91,11 +91,12 @@ def small(attention="bahdanau"):
     return model, collate(pairs)
 
 
-def test_the_loss_of_a_step():
+@pytest.mark.parametrize("kind", ["cross_entropy", "squared"])
+def test_the_loss_of_a_step(kind):
     model, batch = small()
-    options, plain = Options(label_smoothing=0), copy.deepcopy(model)
+    options, plain = Options(label_smoothing=0, alignment_kind=kind), copy.deepcopy(model)
     predicted = plain(batch.source, batch.lengths, batch.target_in, need_weights=True)
-    rows = alignment_loss(predicted.weights, batch.alignment)
+    rows = alignment_loss(predicted.weights, batch.alignment, kind=kind)
     wanted = sequence_loss(predicted[0], batch.target_out) + 0.7 * rows.sum() / 3
     wanted.backward()
     norm = float(torch.nn.utils.get_total_norm([x.grad for x in plain.parameters()]))

@@ -86,8 +86,8 @@ def test_a_checkpoint_is_a_file_of_torch_save(good):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"format": 9}, "expected a checkpoint of format 4, got 9, which another version"),
-        ({"format": 3}, "expected a checkpoint of format 4, got 3, which another version"),
+        ({"format": 9}, "expected a checkpoint of format 5, got 9, which another version"),
+        ({"format": 3}, "expected a checkpoint of format 5, got 3, which another version"),
         ({"format": "x"}, "got a damaged or foreign file"),
         ({"tokenizer": {"kind": "runes", "content": torch.zeros(1, dtype=torch.uint8)}}, "runes"),
         ({"config": {"attention": "none"}}, "expected a checkpoint of this version, got parts"),
@@ -156,13 +156,13 @@ torch.set_num_threads(1)  # threads do not survive a fork
 path, kills = Path(sys.argv[1]), int(sys.argv[2])
 draw = random.Random(0)
 numbers, left = [0], 0
-checkpoint.write(path, {"format": 4, "number": 0, "filler": torch.zeros(1 << 18)})
+checkpoint.write(path, {"format": 5, "number": 0, "filler": torch.zeros(1 << 18)})
 for kill in range(kills):
     child = os.fork()
     if child == 0:
         for number in range(numbers[-1] + 1, 1 << 30):
             filler = torch.full((1 << 18,), float(number))
-            checkpoint.write(path, {"format": 4, "number": number, "filler": filler})
+            checkpoint.write(path, {"format": 5, "number": number, "filler": filler})
     time.sleep(draw.uniform(0.005, 0.04))
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)

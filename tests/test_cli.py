@@ -91,6 +91,10 @@ def test_version(capsys):
         ([*TRAIN, "--coverage-loss=0.5"], "--coverage-loss must be 1.0 for attention 'bahdanau', "),
         ([*TRAIN, "--alignment-loss=2"], "--alignment-loss: expected alignments to learn from"),
         ([*TRAIN, "--alignment-until=1"], "--alignment-until: expected alignments to learn from"),
+        (
+            [*TRAIN, "--alignment-kind=squared"],
+            "--alignment-kind: expected alignments to learn from",
+        ),
         ([*TRAIN, "--window=5"], "--window must be 10 for attention 'bahdanau', got 5"),
         ([*TRAIN, "--stride=2", "--attention=local"], "--stride must be 4 for attention 'local'"),
         (

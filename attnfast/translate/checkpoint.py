@@ -25,7 +25,7 @@ from attnfast.models import Config, Seq2Seq, build
 from attnfast.translate.data import Tokenizer, load_tokenizer
 
 #: The version of the file format.
-FORMAT = 4
+FORMAT = 5
 DIGITS = 2 * hashlib.sha256().digest_size
 
 

@@ -80,7 +80,7 @@ def train(args: argparse.Namespace) -> None:
     options, config = _read_settings(Options, args), _read_settings(Config, args)
     if not args.resume:
         options.check(config)
-    for option in ("alignment_loss", "alignment_until"):
+    for option in ("alignment_loss", "alignment_until", "alignment_kind"):
         if args.alignments is None and getattr(options, option) != getattr(Options, option):
             name = option.replace("_", "-")
             raise InputError(f"--{name}: expected alignments to learn from in --alignments")

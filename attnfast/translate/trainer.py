@@ -20,7 +20,7 @@ from attnfast._utils.progress import Progress, log
 from attnfast._utils.settings import check_settings, setting, with_settings
 from attnfast._utils.signals import Interrupted, stop_on_signal
 from attnfast.analysis import diagnostics
-from attnfast.losses import Reinforce, alignment_loss
+from attnfast.losses import KINDS, Reinforce, alignment_loss
 from attnfast.models import PAD, Config, Seq2Seq, scheduled_sampling, sequence_loss
 from attnfast.models.config import NO_ATTENTION
 from attnfast.models.encoders import MAX_DISTANCE
@@ -76,6 +76,9 @@ class Options:
         "share of all steps in which alignment_loss falls linearly to 0; constant unless given",
         above=0,
         at_most=1,
+    )
+    alignment_kind: str = setting(
+        "cross_entropy", "loss that compares attention weights with alignments", KINDS
     )
     attention_lr_scale: float = setting(
         1.0, "factor on the learning rate of attention's parameters", at_least=0
@@ -222,7 +225,8 @@ def batch_loss(
         loss = loss + options.coverage_loss * coverage.sum() / words
     if aligned is not None:
         rows = (aligned.sum(-1) > 0).sum().clamp_min(1)
-        of_rows = alignment_loss(mean_of_heads(predicted.weights), aligned)
+        weights = mean_of_heads(predicted.weights)
+        of_rows = alignment_loss(weights, aligned, kind=options.alignment_kind)
         loss = loss + supervision * of_rows.sum() / rows
     return loss
 
