@@ -170,7 +170,8 @@ void multiply_rows(const ProductRows<C>& x, const Panels<C>& right, int64_t firs
       const Panel<C> columns = right.at(panel).from(k);
       if (narrow) multiply_rounded(pairs, x.rows, depth, columns, block);
       else
-        multiply_panel(left, gathers ? 1 : x.row, gathers ? kProductRows : 1, x.rows, depth, columns, block);
+        multiply_panel(left, gathers ? 1 : x.row, gathers ? kProductRows : 1, x.rows, depth, columns,
+                       block);
       const C* const bias = x.bias && k == 0 ? x.bias + panel * P : nullptr;
       for (int64_t m = 0; m < x.rows; ++m)
         for_vectors<C>(x.columns - panel * P, [&](int64_t c, int64_t n) {
