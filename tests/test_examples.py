@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from attnfast._utils.benchmark import Cost
 from attnfast.models import Config, build
 from attnfast.translate import checkpoint, cli, trainer
 from attnfast.translate.data import WordTokenizer
@@ -27,19 +28,90 @@ def example(name):
     return module
 
 
-def test_alignments(tmp_path, capsys, monkeypatch):
-    module = example("alignments")
-    monkeypatch.setattr(module, "DECODERS", {"Bahdanau": {"attention": "bahdanau"}})
-    sizes = ["--pairs", "60", "--test", "8", "--epochs", "2", "--dim", "16"]
-    arguments = ["--out", str(tmp_path), *sizes]
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """Write a few sentences of the made-up language; return their folder."""
+    directory = tmp_path_factory.mktemp("data")
+    assert cli.main(["corpus", str(directory), "--pairs", "40", "--held-out", "6"]) == 0
+    return directory
+
+
+@pytest.mark.parametrize("table", example("ablations").TABLES)
+def test_ablations(table, tmp_path, capsys):
+    """The first and the last row of each table, trained and then read again."""
+    module = example("ablations")
+    rows = [*module.TABLES[table].rows]
+    sizes = ["--pairs", "40", "--held-out", "6", "--epochs", "1", "--dim", "8", "--seeds", "1"]
+    arguments = [table, "--out", str(tmp_path), *sizes, "--rows", rows[0], rows[-1]]
     assert module.main(arguments) == 0
-    table = capsys.readouterr().out
-    rows = [row.strip("| ").split(" | ") for row in table.splitlines()]
-    assert rows[0][2:] == ["AER", "F1", "entropy", "diagonal", "stuck", "BLEU"]
-    assert [row[1] for row in rows[2:]] == list(module.WAYS)
-    assert all(0 <= float(x) <= 100 for row in rows[2:] for x in row[2:])
-    assert module.main(arguments) == 0  # all are trained: the same table again
-    assert capsys.readouterr().out == table
+    printed = capsys.readouterr().out
+    assert printed == (tmp_path / "table.md").read_text() and "nan" not in printed
+    scores, lengths = (x.splitlines() for x in printed.split("\n\n"))
+    assert scores[0] == "| | BLEU | AER | entropy | repeated | parameters |"
+    assert [x.split(" | ")[0] for x in scores[2:]] == [f"| {rows[0]}", f"| {rows[-1]}"]
+    assert lengths[0].startswith("| BLEU by source words | ") and len(lengths) == 4
+    assert (tmp_path / "lengths.png").read_bytes().startswith(b"\x89PNG")
+    before = {x: x.stat().st_mtime_ns for x in tmp_path.rglob("best.pt")}
+    assert module.main(arguments) == 0
+    assert capsys.readouterr().out == printed
+    assert len(before) == 2 and before == {x: x.stat().st_mtime_ns for x in before}
+
+
+def test_ablations_of_other_data(corpus, tmp_path, capsys, monkeypatch):
+    """With costs, and stopped in the second training."""
+    module = example("ablations")
+    monkeypatch.setattr(module, "costs", lambda steps, n: {x: Cost(0.25, 2**20) for x in steps})
+    sizes = ["--epochs", "1", "--dim", "8", "--seeds", "2", "--rows", "none", "--costs"]
+    arguments = ["coverage", "--out", str(tmp_path), "--data", str(corpus), *sizes]
+    original, calls = trainer.train_step, []
+
+    def interrupted(*given):
+        calls.append(1)
+        if len(calls) == 3:
+            signal.raise_signal(signal.SIGTERM)
+        return original(*given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer, "train_step", interrupted)
+        assert module.main(arguments) == 143
+    assert capsys.readouterr().err.endswith("stopped; the same command continues from there\n")
+    assert module.main(arguments) == 0
+    assert capsys.readouterr().out.endswith("| | ms | MiB |\n|---|--:|--:|\n| none | 250 | 1 |\n")
+    assert module.main([*arguments, "--rows", "some"]) == 2
+    assert "--rows: expected some of none, coverage, " in capsys.readouterr().err
+    assert module.main([*arguments, "--data", str(tmp_path)]) == 2
+    assert "cannot read" in capsys.readouterr().err
+
+
+def test_learning(tmp_path, capsys, monkeypatch):
+    module = example("learning")
+    sizes = ["--pairs", "40", "--held-out", "12", "--dim", "8", "--seeds", "2"]
+    arguments = ["--out", str(tmp_path), *sizes, "--rows", "general", "--epochs"]
+    assert module.main([*arguments, "1"]) == 0
+    assert capsys.readouterr().out.startswith("| entropy after epoch | 1 |")
+    assert module.main([*arguments, "2"]) == 0
+    row = capsys.readouterr().out.splitlines()[2]
+    logs = [module.read_log(tmp_path / f"general-{seed}") for seed in (1, 2)]
+    for i, cell in enumerate(row.split("|")[2:4]):
+        assert float(cell) == pytest.approx(sum(x[i]["entropy"] for x in logs) / 2, abs=0.006)
+    gradients = [logs[0][1][f"gradient_{i}"] for i in range(1, 6)]
+    assert all(0.2 < x < 5 for x in gradients)
+    maps = checkpoint.load(tmp_path / "general-1" / "maps.pt")
+    assert {*maps} == {"format", "0", "1", "2"}
+    assert not torch.equal(maps["0"], maps["1"]) and maps["2"].sum(-1).max() <= 1 + 1e-5
+    pictures = {x.name for x in tmp_path.glob("*.png")}
+    assert pictures == {"statistics.png", "gradients.png", "weights-general.png"}
+
+
+def test_gradients_of_states_by_fifths_of_the_source():
+    """A model that is read for its initial state alone needs the ends of its source."""
+    module = example("learning")
+    torch.manual_seed(0)
+    model = build(Config(30, "initial", embed_dim=8, hidden_dim=8, dropout=0.0))
+    examples = [trainer.Example([5, 6, 7, 8, 9] * n, [5, 6]) for n in (2, 3)]
+    found = [*module.state_gradients(model, examples).values()]
+    assert found[0] > 1 and found[-1] > 1 and found[1:4] == [0, 0, 0]
+    assert all(p.grad is None for p in model.parameters())
 
 
 def test_paths(tmp_path, capsys):

@@ -1,0 +1,369 @@
+"""Compare translators that differ in one part: scores, alignments and costs, with a picture.
+
+    python examples/ablations.py mechanisms --out runs/mechanisms --seeds 3
+
+Every row of a table is a training by `attnfast train` whose options are printed. It learns the
+made-up language of `attnfast corpus`, or the files of a folder: `--data FOLDER` has `train`,
+`valid` and `test`, each with `.en` and `.de`, and `.links` if alignments are known. Trainings
+continue where they were stopped. The measurements, on the test set:
+
+    BLEU         of greedy translations
+    AER          alignment error rate of each target word's largest weight
+    entropy      of a row of weights, in nats
+    repeated     share of words in a trigram that occurred earlier in the same translation
+    ms, MiB      of a training step of 32 pairs, forward and backward: median time in turns, and
+                 peak memory; with --costs
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import _experiment
+import torch
+
+from attnfast._utils.benchmark import costs
+from attnfast._utils.checks import InputError, optional
+from attnfast._utils.progress import log
+from attnfast._utils.signals import Interrupted
+from attnfast.analysis import diagnostics
+from attnfast.models.config import NO_ATTENTION
+from attnfast.translate import checkpoint, cli
+from attnfast.translate.data import Links, collate, encode_pairs, read_alignments, read_pairs
+from attnfast.translate.evaluate import SearchOptions, translate
+from attnfast.translate.scores import (
+    bleu,
+    plot_bleu_by_length,
+    repeated_share,
+    scores_by_length,
+)
+from attnfast.translate.trainer import Options, batch_loss
+
+Row = dict[str, Any]
+LUONG = {
+    "attention": "scaled_general",
+    "recurrence": "input_feeding",
+    "readout": "attentional",
+}
+SCORES = ("dot", "scaled_dot", "general", "scaled_general", "concat", "bahdanau")
+
+
+class Table(NamedTuple):
+    """Rows by name, each the options in which it differs; how many seeds; the data's writer.
+
+    An option ``pairs`` is the number of training pairs, ``supervised`` whether their alignments are
+    learnt.
+    """
+
+    rows: dict[str, Row]
+    seeds: int = 3
+    write: Callable[[Path, argparse.Namespace], None] | None = None
+    length_bins: tuple[int, ...] = (5, 10, 15, 20)
+
+
+def write_copies(directory: Path, args: argparse.Namespace) -> None:
+    """Write sequences of random words, each of which is its own translation."""
+    draw = random.Random(1)
+    words = [chr(97 + i // 5) + chr(97 + i % 5) for i in range(40)]
+    for part, count in (("train", args.pairs), ("valid", args.held_out), ("test", args.held_out)):
+        lines = [" ".join(draw.choices(words, k=draw.randint(1, 20))) for _ in range(count)]
+        for ending in ("en", "de"):
+            text = "".join(f"{line}\n" for line in lines)
+            checkpoint.write_atomically(directory / f"{part}.{ending}", text.encode())
+
+
+def write_language(directory: Path, args: argparse.Namespace) -> None:
+    """Write the made-up language."""
+    sizes = ["--pairs", str(args.pairs), "--held-out", str(args.held_out)]
+    call(["corpus", str(directory), *sizes])
+
+
+TABLES = {
+    "mechanisms": Table(
+        {
+            "no attention": {"attention": "none"},
+            "initial state alone": {"attention": "initial"},
+            "Bahdanau": {},
+            "one direction": {"unidirectional": True},
+            "coverage": {"attention": "coverage"},
+            "copying": {"pointer_generator": True},
+            "Luong, scaled general": LUONG | {"recurrence": "independent"},
+            "and input feeding": LUONG,
+            "and a window of 11": LUONG | {"attention": "local", "window": 5},
+            "and a predicted window of 11": LUONG | {"attention": "predictive", "window": 5},
+            "dot, 512 features": LUONG | {"attention": "dot", "hidden_dim": 256},
+            "scaled dot, 512 features": LUONG | {"attention": "scaled_dot", "hidden_dim": 256},
+        }
+    ),
+    "scores": Table(
+        {
+            f"{score}, {features}": {
+                "attention": score, "hidden_dim": features // 2, "readout": "attentional",
+                "recurrence": "independent",
+            }
+            for score in SCORES
+            for features in (32, 128, 512)
+        },
+        seeds=1,
+    ),
+    "fixed-vector": Table(
+        {
+            **{
+                f"initial state of {2 * n} features": {"attention": "initial", "hidden_dim": n}
+                for n in (16, 32, 64, 128, 256)
+            },
+            "attention, 64 features": {"hidden_dim": 32},
+        },
+        seeds=1,
+        write=write_copies,
+    ),
+    "coverage": Table(
+        {
+            "none": {},
+            "coverage": {"attention": "coverage"},
+            "coverage without its loss": {"attention": "coverage", "coverage_loss": 0.0},
+            "coverage with a fertility of 2": {"attention": "coverage", "fertility": 2.0},
+            "coverage with a penalty of 0.5": {"attention": "coverage", "attention_penalty": 0.5},
+        }
+    ),
+    "prior": Table(
+        {
+            "none": LUONG,
+            **{
+                f"sigma {sigma:g}": LUONG | {"attention": "prior", "sigma": sigma}
+                for sigma in (1.0, 3.0, 10.0)
+            },
+            "sigma 3, slope 0.5": LUONG | {"attention": "prior", "sigma": 3.0, "slope": 0.5},
+        }
+    ),
+    "supervision": Table(
+        {
+            f"{name}, {way}": decoder | options
+            for name, decoder in (("Bahdanau", {}), ("Luong, input feeding", LUONG))
+            for way, options in (
+                ("unsupervised", {}),
+                ("supervised for half of the steps", {"supervised": 1, "alignment_until": 0.5}),
+                ("supervised", {"supervised": 1}),
+                ("supervised, squared", {"supervised": 1, "alignment_kind": "squared"}),
+            )
+        }
+    ),
+    "sample-efficiency": Table(
+        {
+            f"{pairs} pairs, {way}": {"pairs": pairs} | options
+            for pairs in (300, 1000, 3000)
+            for way, options in (
+                ("unsupervised", {}),
+                ("supervised", {"supervised": 1}),
+                ("supervised, squared", {"supervised": 1, "alignment_kind": "squared"}),
+            )
+        }
+    ),
+    "learning-rate": Table(
+        {
+            f"{name}, {scale:g}": decoder | {"attention_lr_scale": scale}
+            for name, decoder in (
+                ("Bahdanau", {}),
+                ("general", LUONG | {"attention": "general"}),
+                ("scaled general", LUONG),
+            )
+            for scale in (0.01, 0.1, 1.0, 10.0)
+        },
+        seeds=1,
+    ),
+}  # fmt: skip
+
+
+def call(arguments: Sequence[str]) -> None:
+    """Run a command of attnfast; raise what it reports."""
+    parsed = cli._parser().parse_args(arguments)
+    parsed.function(parsed)
+
+
+def first_lines(source: Path, count: int, target: Path) -> str:
+    """Write the first lines of a text to a file, and return its name."""
+    lines = source.read_text(encoding="utf-8").splitlines(keepends=True)
+    checkpoint.write_atomically(target, "".join(lines[:count]).encode())
+    return str(target)
+
+
+class Trained(NamedTuple):
+    """A trained translator, its tokenizer and config, and measurements of it by name."""
+
+    model: Any
+    tokenizer: Any
+    config: Any
+    found: dict[str, float]
+    by_length: list[Any]
+
+
+def learn(args: argparse.Namespace, data: Path, name: str, row: Row, seed: int) -> Path:
+    """Train a row's model, or continue its training; return its folder."""
+    directory = args.out / f"{name}-{seed}".replace(",", "").replace(" ", "-")
+    checkpoint.make_folder(directory)
+    row = dict(row)
+    pairs, supervised = row.pop("pairs", None), row.pop("supervised", False)
+    files = {ending: str(data / f"train.{ending}") for ending in ("en", "de", "links")}
+    if pairs is not None:
+        files = {
+            ending: first_lines(Path(file), min(pairs, args.pairs), directory / f"train.{ending}")
+            for ending, file in files.items()
+        }
+    options = {
+        "embed_dim": args.dim, "hidden_dim": args.dim, "epochs": args.epochs, "batch_size": 32,
+        "learning_rate": 3e-3, "seed": seed,
+    } | row  # fmt: skip
+    shown = []
+    for option, value in options.items():
+        shown.append(f"--{option.replace('_', '-')}" + (f"={value}" if value is not True else ""))
+    log(f"{name}: {' '.join(shown)}")
+    arguments = [
+        "train", "--source", files["en"], "--target", files["de"],
+        "--valid-source", str(data / "valid.en"), "--valid-target", str(data / "valid.de"),
+        "--tokenizer", args.tokenizer, "--model-dir", str(directory), *shown,
+        *(["--alignments", files["links"]] if supervised else []),
+        *(["--resume"] if (directory / "last.pt").exists() else []),
+    ]  # fmt: skip
+    call(arguments)
+    return directory
+
+
+@torch.no_grad()
+def test(directory: Path, table: Table, data: Path) -> Trained:
+    """Measure the best model of a folder on the test set."""
+    best = directory / "best.pt"
+    config, model, tokenizer = checkpoint.restore(checkpoint.load(best), name=best)
+    model.eval()
+    pairs = read_pairs(str(data / "test.en"), str(data / "test.de"))
+    sources, references = zip(*pairs)
+    outputs = [x.text for x in translate(model, tokenizer, sources, SearchOptions(beam=1))]
+    found = {"BLEU": bleu(outputs, references)[0], "repeated": 100 * repeated_share(outputs)}
+    if config.attention not in NO_ATTENTION:
+        found |= measure_attention(model, tokenizer, pairs, data / "test.links")
+    found["parameters"] = sum(p.numel() for p in model.parameters())
+    by_length = scores_by_length(sources, outputs, references, table.length_bins)
+    return Trained(model, tokenizer, config, found, by_length)
+
+
+def measure_attention(
+    model: Any, tokenizer: Any, pairs: Sequence[tuple[str, str]], links: Path
+) -> dict[str, float]:
+    """Measure weights while the model reads true translations."""
+    known: Sequence[Links] | None = None
+    if links.exists() and tokenizer.kind == "word":
+        known = read_alignments(str(links), pairs)
+    examples, _ = encode_pairs(tokenizer, pairs, 1000)
+    aligned, entropy, rows = [], 0.0, 0
+    for first in range(0, len(examples), 64):
+        batch = collate(group := examples[first : first + 64])
+        predicted = model(batch.source, batch.lengths, batch.target_in, need_weights=True)
+        targets = torch.tensor([len(x.target) for x in group])  # without the end
+        weights = predicted.weights
+        weights = weights.mean(1) if weights.dim() == 4 else weights
+        given = weights, batch.lengths, targets
+        entropy += float(diagnostics.row_statistics(*given).entropy.sum())
+        aligned += diagnostics.extract_alignment(*given, null=-1)
+        rows += int(targets.sum())
+    found = {"entropy": entropy / rows}
+    if known is not None:
+        score = diagnostics.alignment_score(aligned, [x.sure for x in known])
+        found["AER"] = 100 * score.error_rate
+    return found
+
+
+FORMS = {"BLEU": ".1f", "AER": ".1f", "entropy": ".2f", "repeated": ".1f", "parameters": ",d"}
+
+
+def write_table(done: Mapping[str, Sequence[Trained]], bins: Sequence[str]) -> str:
+    """Return the measurements of all rows, and their BLEU by the words of the source."""
+    lines = ["| | " + " | ".join(FORMS) + " |", "|---|" + "--:|" * len(FORMS)]
+    for name, ones in done.items():
+        values = [[x.found[k] for x in ones if k in x.found] for k in FORMS]
+        cells = [_experiment.spread(x, form) if x else "–"
+                 for x, form in zip(values[:-1], FORMS.values())]  # fmt: skip
+        lines.append(f"| {name} | {' | '.join(cells)} | {values[-1][0]:,d} |")
+    lines += ["", f"| BLEU by source words | {' | '.join(bins)} |", "|---|" + "--:|" * len(bins)]
+    for name, ones in done.items():
+        cells = []
+        for label in bins:
+            values = [x.bleu for one in ones for x in one.by_length if x.name == label]
+            cells.append(_experiment.spread(values, ".1f") if values else "–")
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def cost_table(done: Mapping[str, Sequence[Trained]], data: Path) -> str:
+    """Return what a training step of 32 pairs costs in each row, in turns."""
+    pairs = read_pairs(str(data / "test.en"), str(data / "test.de"))
+    pairs = sorted(pairs, key=lambda x: -len(x[0].split()))[:32]
+    steps, options = {}, Options()
+    for name, ones in done.items():
+        model = ones[0].model.train()
+        batch = collate(encode_pairs(ones[0].tokenizer, pairs, 1000)[0])
+        steps[name] = lambda model=model, batch=batch: batch_loss(model, batch, options).backward()
+    lines = ["| | ms | MiB |", "|---|--:|--:|"]
+    for name, cost in costs(steps, 5).items():
+        lines.append(f"| {name} | {1000 * cost.seconds:.0f} | {cost.memory / 2**20:.0f} |")
+    return "\n".join(lines) + "\n"
+
+
+def compare(args: argparse.Namespace) -> None:
+    """Train the models of a table one after the other; print and draw it."""
+    optional("sacrebleu", "this example")
+    table = TABLES[args.table]
+    rows = {name: table.rows[name] for name in args.rows or table.rows if name in table.rows}
+    if args.rows and len(rows) < len(args.rows):
+        unknown = next(x for x in args.rows if x not in table.rows)
+        raise InputError(f"--rows: expected some of {', '.join(table.rows)}, got {unknown}")
+    checkpoint.make_folder(args.out)
+    data = args.data
+    if data is None:
+        data = args.out / "data"
+        if not (data / "test.de").exists():
+            checkpoint.make_folder(data)
+            (table.write or write_language)(data, args)
+    done: dict[str, list[Trained]] = {}
+    try:
+        for seed in range(1, (args.seeds or table.seeds) + 1):
+            for name, row in rows.items():
+                directory = learn(args, data, name, row, seed)
+                done.setdefault(name, []).append(test(directory, table, data))
+    except Interrupted as stop:
+        raise Interrupted(stop.number, "stopped; the same command continues from there") from None
+    bins = list(dict.fromkeys(x.name for ones in done.values() for x in ones[0].by_length))
+    text = write_table(done, bins)
+    if args.costs:
+        text += "\n" + cost_table(done, data)
+    print(text, end="")
+    checkpoint.write_atomically(args.out / "table.md", text.encode())
+    picture = plot_bleu_by_length({name: ones[0].by_length for name, ones in done.items()})
+    checkpoint.write_atomically(args.out / "lengths.png", picture)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = cli.Parser(description=__doc__.partition("\n")[0])
+    parser.add_argument("table", choices=TABLES, help="what is compared")
+    parser.add_argument("--rows", nargs="+", metavar="ROW", help="some of the table's rows")
+    parser.add_argument("--seeds", type=_experiment.at_least(1), help="how many; by the table")
+    parser.add_argument("--out", type=Path, default=Path("runs/ablations"), help="a folder")
+    parser.add_argument("--data", type=Path, help="folder of train, valid and test files")
+    parser.add_argument("--tokenizer", choices=("word", "subword"), default="word")
+    for name, value, text in (
+        ("pairs", 3000, "sentences to learn from"),
+        ("held-out", 300, "sentences to validate and to test on"),
+        ("epochs", 10, "of each training"),
+        ("dim", 64, "features of words and of an encoder direction"),
+    ):
+        parser.add_argument(f"--{name}", type=_experiment.at_least(1), default=value, help=text)
+    parser.add_argument("--costs", action="store_true", help="measure time and memory of a step")
+    parser.set_defaults(function=compare)
+    return cli.run(parser, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
