@@ -197,6 +197,14 @@ def test_the_moving_average_is_validated_and_saved(tmp_path):
     torch.testing.assert_close([last[x] for x in names], seen[-1])
 
 
+def test_a_trainer_logs_further_measurements(tmp_path):
+    trainer = make_trainer(tmp_path, epochs=1)
+    trainer.measure = lambda model: {"rows": len(model.bias)}
+    trainer.run(lambda line: None)
+    assert trainer.history[0]["rows"] == len(trainer.model.bias)
+    assert "rows" in (tmp_path / "log.csv").read_text().splitlines()[0]
+
+
 def test_a_training_ends_when_its_patience_is_over(tmp_path, monkeypatch):
     trainer = make_trainer(tmp_path, epochs=9, patience=2)
     scores = iter([1.0, 3.0, 2.0, 2.5, 9.0])

@@ -350,6 +350,7 @@ class Trainer:
         valid_text: source and target lines to measure BLEU on.
         directory: folder of the checkpoints ``last.pt`` and ``best.pt`` and of ``log.csv``.
         processes: those that train together, each with a part of every batch.
+        measure: returns further measurements of the validated model, by name, for the log.
 
     The length limit of translations is raised to the longest target of ``train``, and to twice the
     mean ratio of targets to sources, unless the config sets larger limits.
@@ -364,6 +365,7 @@ class Trainer:
     valid_text: Sequence[tuple[str, str]]
     directory: Path
     processes: Processes = SINGLE
+    measure: Callable[[Seq2Seq], dict[str, float]] = lambda model: {}
 
     def __post_init__(self):
         self.device = next(self.model.parameters()).device
@@ -627,6 +629,7 @@ class Trainer:
             "step_ms": 1000 * self.seconds / self.steps,
             "seconds": self.seconds,
             **log.means(),
+            **self.measure(self.validated),
         }
 
     def _write_log(self) -> None:
