@@ -21,6 +21,8 @@ from attnfast.translate import cli
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+COURSE = ROOT / "docs" / "course"
+PNG = b"\x89PNG\r\n\x1a\n"
 
 
 def model() -> nn.Module:
@@ -36,8 +38,17 @@ def blocks(page: Path) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 @mock.patch.dict(ADAPTERS)
-def test_python_runs(page):
-    """In order, in one namespace; text after Python is what it printed."""
+def test_python_runs(page, tmp_path, monkeypatch):
+    """In order, in one namespace; text after Python is what it printed.
+
+    Pages of the course write the pictures that they show.
+    """
+    shown = set()
+    if page.parent == COURSE:
+        shown = set(re.findall(r"!\[[^]]*\]\(([^)]+)\)", page.read_text()))
+    if shown:
+        pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     names = {"model": model(), "their_model": bentrevett_model(), "__name__": "page"}
     printed = ""
@@ -49,6 +60,10 @@ def test_python_runs(page):
             printed = out.getvalue()
         elif kind == "text":
             assert printed == code
+    if page.parent == COURSE:
+        assert {x.name for x in tmp_path.iterdir()} == shown
+        assert all((tmp_path / x).read_bytes().startswith(PNG) for x in shown)
+        assert all((COURSE / x).read_bytes().startswith(PNG) for x in shown)
 
 
 def commands() -> list[str]:
