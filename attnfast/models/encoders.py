@@ -147,7 +147,7 @@ class TransformerEncoder(nn.Module):
         hidden_dim: H.
         heads: a :class:`attnfast.Span` for each head; None for four heads that see all keys.
         layers: L.
-        dropout: on the words with their positions, and on the output of each sublayer.
+        dropout: on the output of each sublayer; not on the words, which a model's embedding drops.
         backend: of the self-attention.
         positions: ``"sinusoidal"``; ``"learned"``, a vector for each of ``max_distance``
             positions; or ``"relative"``, a bias of the scores for each distance up to
@@ -210,7 +210,6 @@ class TransformerEncoder(nn.Module):
             for _ in range(layers)
         )  # fmt: skip
         self.norm = nn.LayerNorm(self.output_dim)
-        self.dropout = nn.Dropout(dropout)
 
     def forward(self, embedded: Tensor, lengths: Tensor) -> Tensor:
         """Return ``[B, Tk, 2H]``, the states of ``embedded [B, Tk, E]``; 0 past ``lengths``.
@@ -222,7 +221,7 @@ class TransformerEncoder(nn.Module):
         check_like("embedded", embedded, next(self.parameters(), embedded))
         check_lengths(lengths, embedded, whose="embedded")
         lengths = lengths.to(embedded.device)
-        states = self.dropout(self.positions(self.proj(embedded)))
+        states = self.positions(self.proj(embedded))
         for layer in self.layers:
             states, _ = layer(states, lengths)
         return self.norm(states) * length_mask(lengths, states.shape[1], states).unsqueeze(-1)
