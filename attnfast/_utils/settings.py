@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from attnfast._utils.checks import (
     InputError,
+    argument_message,
     check_choice,
     check_flag,
     describe,
@@ -55,6 +56,13 @@ def check_settings(x: Any) -> None:
             _check(each, getattr(x, each.name))
     except ValueError as error:
         raise InputError(str(error)) from None
+
+
+def check_default(x: Any, name: str, where: str) -> None:
+    """Raise InputError unless a setting, which is unused ``where``, has its default."""
+    value, default = getattr(x, name), getattr(type(x), name)
+    if value != default:
+        raise InputError(argument_message(name, f"{default} {where}", value))
 
 
 def _check(setting: Field[Any], value: Any) -> None:

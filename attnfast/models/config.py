@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from attnfast._utils.checks import InputError, argument_message, describe, raise_type_error
-from attnfast._utils.settings import check_settings, setting, with_settings
+from attnfast._utils.settings import check_default, check_settings, setting, with_settings
 from attnfast.models.decoders import (
     CELLS,
     READOUTS,
@@ -206,10 +206,8 @@ class Config:
             expected = "even for an encoder of four heads"
             raise InputError(argument_message("hidden_dim", expected, self.hidden_dim))
         for name, attentions in USED_BY.items():
-            value, default = getattr(self, name), getattr(Config, name)
-            if value != default and self.attention not in attentions:
-                expected = f"{default} for attention {self.attention!r}"
-                raise InputError(argument_message(name, expected, value))
+            if self.attention not in attentions:
+                check_default(self, name, f"for attention {self.attention!r}")
         filters = 32 * (self.attention == "location")
         filters = filters if self.num_filters is None else self.num_filters
         for name, is_used, where in (
@@ -222,9 +220,8 @@ class Config:
             ("filter_width", filters, "without filters"),
             ("filter_channels", filters, "without filters"),
         ):
-            value, default = getattr(self, name), getattr(Config, name)
-            if value != default and not is_used:
-                raise InputError(argument_message(name, f"{default} {where}", value))
+            if not is_used:
+                check_default(self, name, where)
         if self.gaussian_height is not None and self.sigma is None and self.attention != "prior":
             expected = "None without a sigma"
             raise InputError(argument_message("gaussian_height", expected, self.gaussian_height))

@@ -15,7 +15,7 @@ from attnfast._utils.checks import (
     describe,
     out_of_memory,
 )
-from attnfast._utils.settings import check_settings, setting, with_settings
+from attnfast._utils.settings import check_default, check_settings, setting, with_settings
 from attnfast.decoding import SearchOutput, beam_search, sample, sharing_packed_parameters
 from attnfast.decoding._constraints import search_limits
 from attnfast.models import BOS, PAD, UNK, FixedContext, Seq2Seq
@@ -93,7 +93,8 @@ class SearchOptions:
         if self.sample:
             unused = ("beam", "length_penalty", "coverage_penalty", "length_bonus")
             where = "with sampling"
-        self._check_defaults(unused, where)
+        for name in unused:
+            check_default(self, name, where)
         if self.n_best > self.beam and not self.sample:
             expected = f"at most the beam of {self.beam}"
             raise InputError(argument_message("n_best", expected, self.n_best))
@@ -105,14 +106,8 @@ class SearchOptions:
     def check(self, model: Seq2Seq) -> None:
         """Raise if an option needs attention, and the model has none."""
         if isinstance(model.decoder.attention, FixedContext):
-            needy = ("coverage_penalty", "replace_unknown", "alignments")
-            self._check_defaults(needy, "for a model without attention")
-
-    def _check_defaults(self, names: Sequence[str], where: str) -> None:
-        for name in names:
-            value, default = getattr(self, name), getattr(SearchOptions, name)
-            if value != default:
-                raise InputError(argument_message(name, f"{default} {where}", value))
+            for name in ("coverage_penalty", "replace_unknown", "alignments"):
+                check_default(self, name, "for a model without attention")
 
 
 class Hypothesis(NamedTuple):

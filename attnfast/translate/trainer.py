@@ -17,7 +17,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from attnfast._utils.checks import InputError, argument_message
 from attnfast._utils.progress import Progress, log
-from attnfast._utils.settings import check_settings, setting, with_settings
+from attnfast._utils.settings import check_default, check_settings, setting, with_settings
 from attnfast._utils.signals import Interrupted, stop_on_signal
 from attnfast.analysis import diagnostics
 from attnfast.losses import KINDS, Reinforce, alignment_loss
@@ -141,9 +141,8 @@ class Options:
             (self, "reinforce_weight", config.hard, "without hard attention"),
             (self, "entropy_weight", config.hard, "without hard attention"),
         ):
-            default, value = getattr(type(x), name), getattr(x, name)
-            if value != default and not is_used:
-                raise InputError(argument_message(name, f"{default} {where}", value))
+            if not is_used:
+                check_default(x, name, where)
 
         if config.positions == "learned" and self.max_length >= MAX_DISTANCE:
             expected = f"below {MAX_DISTANCE} with learned positions"
