@@ -42,7 +42,7 @@ from attnfast.translate.scores import (
     repeated_share,
     scores_by_length,
 )
-from attnfast.translate.trainer import Options, batch_loss
+from attnfast.translate.trainer import Options, StepOptions, batch_loss
 
 Row = dict[str, Any]
 LUONG = {
@@ -126,6 +126,7 @@ TABLES = {
         {
             "none": {},
             "coverage": {"attention": "coverage"},
+            "its loss from the first step": {"attention": "coverage", "coverage_from": 0.0},
             "coverage without its loss": {"attention": "coverage", "coverage_loss": 0.0},
             "coverage with a fertility of 2": {"attention": "coverage", "fertility": 2.0},
             "coverage with a penalty of 0.5": {"attention": "coverage", "attention_penalty": 0.5},
@@ -301,11 +302,13 @@ def cost_table(done: Mapping[str, Sequence[Trained]], data: Path) -> str:
     """Return what a training step of 32 pairs costs in each row, in turns."""
     pairs = read_pairs(str(data / "test.en"), str(data / "test.de"))
     pairs = sorted(pairs, key=lambda x: -len(x[0].split()))[:32]
-    steps, options = {}, Options()
+    steps, options, now = {}, Options(), StepOptions()
     for name, ones in done.items():
         model = ones[0].model.train()
         batch = collate(encode_pairs(ones[0].tokenizer, pairs, 1000)[0])
-        steps[name] = lambda model=model, batch=batch: batch_loss(model, batch, options).backward()
+        steps[name] = lambda model=model, batch=batch: batch_loss(
+            model, batch, options, now
+        ).backward()
     lines = ["| | ms | MiB |", "|---|--:|--:|"]
     for name, cost in costs(steps, 5).items():
         lines.append(f"| {name} | {1000 * cost.seconds:.0f} | {cost.memory / 2**20:.0f} |")

@@ -1233,10 +1233,11 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
     ("attnfast/translate/trainer.py", "tests/test_trainer.py"): {
         "train_step": [
             ("nn.utils.clip_grad_norm_(model.parameters(), options.clip)", ""),
-            ('group["lr"] = rate * group.get("scale", 1.0)', "pass"),
+            ('group["lr"] = now.rate * group.get("scale", 1.0)', "pass"),
             ("optimizer.zero_grad(set_to_none=True)", "pass"),
             ("share = count / words", "share = 1 / len(counts)"),
         ],
+        "Options.at": [("step >= self.coverage_from * steps", "True")],
         "batch_loss": [
             ("smoothing = 0.0 if copying else options.label_smoothing",
              "smoothing = options.label_smoothing"),

@@ -23,7 +23,7 @@ from attnfast.translate.data import (
 )
 from attnfast.translate.evaluate import alignment
 from attnfast.translate.toy_grammar import aligned_corpus
-from attnfast.translate.trainer import Options, make_optimizer, train_step
+from attnfast.translate.trainer import Options, StepOptions, make_optimizer, train_step
 
 
 def test_links_are_read(tmp_path):
@@ -101,15 +101,16 @@ def test_the_loss_of_a_step(kind):
     wanted.backward()
     norm = float(torch.nn.utils.get_total_norm([x.grad for x in plain.parameters()]))
     optimizer = make_optimizer(model, options)
-    assert train_step(model, optimizer, batch, options, 1e-3, 0.7) == pytest.approx(wanted.item())
+    now = StepOptions(1e-3, alignment=0.7)
+    assert train_step(model, optimizer, batch, options, now) == pytest.approx(wanted.item())
     for x, y in zip(model.parameters(), plain.parameters()):
         torch.testing.assert_close(x.grad, y.grad * min(1, 1 / norm), rtol=1e-4, atol=1e-8)
 
 
 def test_its_weight_falls():
     options = Options(alignment_loss=2.0, alignment_until=0.5)
-    assert [options.supervision(step, 8) for step in (0, 2, 4, 7)] == [2, 1, 0, 0]
-    assert Options(alignment_loss=2.0).supervision(7, 8) == 2
+    assert [options.at(step, 8).alignment for step in (0, 2, 4, 7)] == [2, 1, 0, 0]
+    assert Options(alignment_loss=2.0).at(7, 8).alignment == 2
     for wrong in (0, 1.5, math.nan):
         with pytest.raises(
             InputError, match="alignment_until must be a number above 0 and at most 1"
@@ -122,7 +123,7 @@ def test_attention_may_learn_at_a_rate_of_its_own():
     options = Options(attention_lr_scale=0.0, weight_decay=0.0)
     own = {id(x) for x in model.decoder.attention.parameters()}
     before = [x.detach().clone() for x in model.parameters()]
-    train_step(model, make_optimizer(model, options), batch, options, 1e-2)
+    train_step(model, make_optimizer(model, options), batch, options, StepOptions(1e-2))
     moved = {id(x): not torch.equal(x, y) for x, y in zip(model.parameters(), before)}
     assert own and not any(moved[x] for x in own)
     assert sum(moved.values()) > 5

@@ -17,7 +17,13 @@ from attnfast.models import ATTENTIONS, Config, build
 from attnfast.ops.backends import unsupported_reason
 from attnfast.ops.recurrent import RECURRENT, RecurrentInputs
 from attnfast.translate.data import Example, collate
-from attnfast.translate.trainer import Options, make_optimizer, train_step, validation_loss
+from attnfast.translate.trainer import (
+    Options,
+    StepOptions,
+    make_optimizer,
+    train_step,
+    validation_loss,
+)
 
 pytestmark = pytest.mark.gpu
 B, Tq, Tk, A, Dv, K, V = 3, 7, 40, 24, 20, 4, 50
@@ -224,7 +230,7 @@ def test_a_translator_learns_and_translates(attention):
     model.to("cuda")
     assert validation_loss(model, [pairs]) == pytest.approx(before, rel=1e-2)  # cuDNN's are TF32
     batch, optimizer = collate(pairs).to("cuda"), make_optimizer(model, options)
-    losses = [train_step(model, optimizer, batch, options, rate=0.01) for _ in range(5)]
+    losses = [train_step(model, optimizer, batch, options, StepOptions(0.01)) for _ in range(5)]
     assert losses[-1] < losses[0]
     assert len(beam_search(model.eval(), batch.source, batch.lengths).best) == len(pairs)
 

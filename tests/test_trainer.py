@@ -15,6 +15,7 @@ from attnfast.translate import trainer as trainer_module
 from attnfast.translate.data import Batch, Example, WordTokenizer, collate
 from attnfast.translate.trainer import (
     Options,
+    StepOptions,
     Trainer,
     batch_loss,
     make_optimizer,
@@ -45,7 +46,7 @@ def test_a_gradient_is_no_longer_than_clip(clip):
     whole = [x.grad for x in plain.parameters()]
     norm = nn.utils.get_total_norm(whole)
     assert 2e-3 < norm < 5e2
-    train_step(model, make_optimizer(model, options), batch, options, 1e-3)
+    train_step(model, make_optimizer(model, options), batch, options, StepOptions(1e-3))
     for x, grad in zip(model.parameters(), whole):
         torch.testing.assert_close(x.grad, grad * min(1, clip / norm), rtol=1e-4, atol=1e-9)
 
@@ -58,7 +59,7 @@ def test_a_step_is_adamws_at_the_rate_given():
     optimizer = make_optimizer(model, options)
     same = torch.optim.AdamW(plain.parameters(), 1.0, weight_decay=0.1)
     for rate in (1e-2, 3e-3):
-        loss = train_step(model, optimizer, batch, options, rate)
+        loss = train_step(model, optimizer, batch, options, StepOptions(rate))
         same.param_groups[0]["lr"] = rate
         same.zero_grad()
         logits, _ = plain(batch.source, batch.lengths, batch.target_in)
@@ -76,7 +77,7 @@ def test_products_of_bfloat16_have_nearly_the_gradients_of_float32():
     grads = []
     for precision in ("float32", "bfloat16"):
         model.zero_grad()
-        loss = batch_loss(model, batch, Options(precision=precision))
+        loss = batch_loss(model, batch, Options(precision=precision), StepOptions())
         assert loss.dtype == torch.float32
         loss.backward()
         grads.append(torch.cat([x.grad.flatten() for x in model.parameters()]))
@@ -88,7 +89,7 @@ def test_what_the_loss_is_of():
     """Coverage counts once for each word; where words are copied nothing is smoothed."""
     for copying in (False, True):
         model, batch = made("coverage", pointer_generator=copying)
-        options = Options(coverage_loss=0.5, label_smoothing=0.3)
+        options = Options(label_smoothing=0.3)
         logits, coverage = copy.deepcopy(model)(batch.source, batch.lengths, batch.target_in)
         words = (batch.target_out != 0).sum()
         log_probs = logits.log_softmax(-1)[batch.target_out != 0]
@@ -96,8 +97,15 @@ def test_what_the_loss_is_of():
         smoothing = 0.0 if copying else 0.3
         wanted = 0.5 * coverage.sum() / words - (1 - smoothing) * own
         wanted = wanted - smoothing * log_probs.mean() if smoothing else wanted
-        loss = train_step(model, make_optimizer(model, options), batch, options, 1e-3)
+        now = StepOptions(1e-3, coverage=0.5)
+        loss = train_step(model, make_optimizer(model, options), batch, options, now)
         assert loss == pytest.approx(wanted.item(), rel=1e-6)
+
+
+def test_the_coverage_loss_begins_late():
+    options = Options(coverage_loss=0.5, coverage_from=0.6)
+    assert [options.at(step, 5).coverage for step in range(5)] == [0, 0, 0, 0.5, 0.5]
+    assert Options(coverage_from=0.0).at(0, 5).coverage == 1.0
 
 
 def test_a_gate_keeps_the_coverage_loss():
@@ -127,7 +135,7 @@ def test_hard_attention_learns_by_reinforce():
     wanted = copy.deepcopy(reinforce)(each, drawn.log_prob, drawn.entropy) * 3 / 16
     torch.manual_seed(2)
     optimizer = make_optimizer(model, options)
-    loss = train_step(model, optimizer, batch, options, 1e-3, reinforce=reinforce)
+    loss = train_step(model, optimizer, batch, options, StepOptions(1e-3), reinforce)
     assert loss == pytest.approx(wanted.item(), rel=1e-6)
     assert reinforce.baseline.item() == pytest.approx(each.mean().item(), rel=1e-6)
 
@@ -141,7 +149,9 @@ def test_gradients_of_batches_add_up_to_those_of_one():
     for groups in ([pairs], [pairs[:1], pairs[1:]]):
         own = copy.deepcopy(model)
         batches = [collate(group) for group in groups]
-        losses.append(train_step(own, make_optimizer(own, options), batches, options, 0.0))
+        losses.append(
+            train_step(own, make_optimizer(own, options), batches, options, StepOptions())
+        )
         losses.append([x.grad for x in own.parameters()])
     assert losses[0] == pytest.approx(losses[2], rel=1e-6)
     torch.testing.assert_close(losses[1], losses[3])
@@ -159,12 +169,12 @@ def test_scheduled_sampling_replaces_what_the_decoder_reads(monkeypatch):
         return own
 
     monkeypatch.setattr(trainer_module, "scheduled_sampling", sampled)
-    loss = batch_loss(model, batch, Options(), sampled_share=0.3)
+    loss = batch_loss(model, batch, Options(), StepOptions(sampled=0.3))
     logits, _ = model(batch.source, batch.lengths, own)
     torch.testing.assert_close(loss, sequence_loss(logits, batch.target_out, 0.1))
     assert asked == [(True, 0.3)]
     options = Options(scheduled_sampling=0.5)
-    assert [options.sampled_share(i, 5) for i in range(5)] == [0.0, 0.125, 0.25, 0.375, 0.5]
+    assert [options.at(i, 5).sampled for i in range(5)] == [0.0, 0.125, 0.25, 0.375, 0.5]
 
 
 def make_trainer(tmp_path, **options):

@@ -31,7 +31,7 @@ from attnfast.translate.data import (
 from attnfast.translate.evaluate import SearchOptions, alignment, translate
 from attnfast.translate.scores import LengthScore, bleu, scores_by_length
 from attnfast.translate.toy_grammar import ADVERBS, Pair, corpus
-from attnfast.translate.trainer import Options, make_optimizer, train_step
+from attnfast.translate.trainer import Options, StepOptions, make_optimizer, train_step
 
 #: The three models, and the backend of attention and recurrent layers: PyTorch's own code for two.
 MODELS = {"none": "reference", "eager": "reference", "fused": None}
@@ -103,10 +103,10 @@ def train(
     with Progress("training all three", len(groups), "step") as progress:
         for step, group in enumerate(groups):
             batch = collate(group).to(best_device())
-            rate = options.rate(step, len(groups))
+            now = options.at(step, len(groups))
             for model, optimizer, seconds, losses in learners.values():
                 start = time.perf_counter()
-                losses.append(train_step(model, optimizer, batch, options, rate))
+                losses.append(train_step(model, optimizer, batch, options, now))
                 seconds.append(time.perf_counter() - start)
             progress()
     for learner in learners.values():
@@ -115,7 +115,7 @@ def train(
 
 def idle_step(learner: Learner, batch: Batch, options: Options) -> None:
     """Run a training step of learning rate 0 and free its gradients and other tensors."""
-    train_step(learner.model, learner.optimizer, batch, options, 0.0)
+    train_step(learner.model, learner.optimizer, batch, options, StepOptions())
     learner.optimizer.zero_grad(set_to_none=True)
 
 

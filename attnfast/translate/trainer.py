@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,19 @@ MEASURED = ("length_ratio", "longest_target")
 PRECISIONS = ("float32", "bfloat16")
 
 
+class StepOptions(NamedTuple):
+    """What a training step is given that changes from step to step.
+
+    The learning ``rate``; the weights of the losses on ``alignment`` and ``coverage``; the share of
+    target words that are ``sampled`` from the model.
+    """
+
+    rate: float = 0.0
+    alignment: float = 0.0
+    coverage: float = 0.0
+    sampled: float = 0.0
+
+
 @with_settings
 @dataclass(frozen=True)
 class Options:
@@ -60,6 +73,13 @@ class Options:
     )
     coverage_loss: float = setting(
         1.0, "weight of the coverage loss of coverage attention", at_least=0
+    )
+    coverage_from: float = setting(
+        0.8,
+        "share of all steps after which the coverage loss counts; before, it keeps attention from "
+        "learning",
+        at_least=0,
+        at_most=1,
     )
     reinforce_weight: float = setting(
         1.0, "weight of the reward of the keys that hard attention samples", at_least=0
@@ -135,6 +155,7 @@ class Options:
             (config, "window", sparse or attention in ("local", "predictive"), unused),
             (config, "stride", sparse or attention == "strided", unused),
             (self, "coverage_loss", attention == "coverage", unused),
+            (self, "coverage_from", attention == "coverage", unused),
             (self, "attention_lr_scale", attention not in NO_ATTENTION, unused),
             (self, "label_smoothing", not config.pointer_generator, "with a pointer-generator"),
             (self, "label_smoothing", not config.hard, "with hard attention"),
@@ -153,14 +174,15 @@ class Options:
         rise = min(1.0, (step + 1) / max(self.warmup * steps, 1))
         return self.learning_rate * rise * 0.5 * (1 + math.cos(math.pi * step / steps))
 
-    def sampled_share(self, step: int, steps: int) -> float:
-        """Return the share of target words that the model's own replace at a step."""
-        return self.scheduled_sampling * step / max(steps - 1, 1)
-
-    def supervision(self, step: int, steps: int) -> float:
-        """Return the weight of the loss on alignments at a step."""
+    def at(self, step: int, steps: int) -> StepOptions:
+        """Return the options of a step that change from step to step."""
         left = 1.0 if self.alignment_until is None else 1 - step / (self.alignment_until * steps)
-        return self.alignment_loss * max(left, 0.0)
+        return StepOptions(
+            self.rate(step, steps),
+            self.alignment_loss * max(left, 0.0),
+            self.coverage_loss * (step >= self.coverage_from * steps),
+            self.scheduled_sampling * step / max(steps - 1, 1),
+        )
 
 
 def make_optimizer(model: Seq2Seq, options: Options) -> torch.optim.Optimizer:
@@ -187,26 +209,24 @@ def batch_loss(
     model: nn.Module,
     batch: Batch,
     options: Options,
-    supervision: float = 0.0,
+    now: StepOptions,
     reinforce: Reinforce | None = None,
-    sampled_share: float = 0.0,
 ) -> Tensor:
     """Return the loss of a batch, a mean over its words.
 
     Args:
-        supervision: weight of the loss on attention's weights, if the batch has alignments.
+        now: the options of the step.
         reinforce: the loss of hard attention.
-        sampled_share: share of target words that the model's own replace.
     """
-    aligned = batch.alignment if supervision else None
+    aligned = batch.alignment if now.alignment else None
     needs = {} if aligned is None else {"need_weights": True}
     target_in = batch.target_in
     narrow = options.precision == "bfloat16"
     with torch.autocast(target_in.device.type, torch.bfloat16, enabled=narrow):
-        if sampled_share:
+        if now.sampled:
             with torch.no_grad():
                 logits, _ = model(batch.source, batch.lengths, target_in)
-            target_in = scheduled_sampling(target_in, logits, sampled_share)
+            target_in = scheduled_sampling(target_in, logits, now.sampled)
         predicted = model(batch.source, batch.lengths, target_in, **needs)
     logits, coverage = predicted
     words = (batch.target_out != PAD).sum()
@@ -220,13 +240,13 @@ def batch_loss(
         drawn = predicted.history
         of_sentences = reinforce(log_likelihood, drawn.log_prob, drawn.entropy)
         loss = of_sentences * len(batch.target_out) / words
-    if coverage is not None and options.coverage_loss:
-        loss = loss + options.coverage_loss * coverage.sum() / words
+    if coverage is not None and now.coverage:
+        loss = loss + now.coverage * coverage.sum() / words
     if aligned is not None:
         rows = (aligned.sum(-1) > 0).sum().clamp_min(1)
         weights = mean_of_heads(predicted.weights)
         of_rows = alignment_loss(weights, aligned, kind=options.alignment_kind)
-        loss = loss + supervision * of_rows.sum() / rows
+        loss = loss + now.alignment * of_rows.sum() / rows
     return loss
 
 
@@ -235,10 +255,8 @@ def train_step(
     optimizer: torch.optim.Optimizer,
     batches: Batch | Sequence[Batch],
     options: Options,
-    rate: float,
-    supervision: float = 0.0,
+    now: StepOptions,
     reinforce: Reinforce | None = None,
-    sampled_share: float = 0.0,
     processes: Processes = SINGLE,
     has_part: Sequence[bool] = (),
 ) -> float:
@@ -252,7 +270,7 @@ def train_step(
     The other arguments are those of :func:`batch_loss`.
     """
     for group in optimizer.param_groups:
-        group["lr"] = rate * group.get("scale", 1.0)
+        group["lr"] = now.rate * group.get("scale", 1.0)
     optimizer.zero_grad(set_to_none=True)
     batches = [batches] if isinstance(batches, Batch) else batches
     counts = [int((x.target_out != PAD).sum()) for x in batches]
@@ -262,7 +280,7 @@ def train_step(
     for i, (batch, count) in enumerate(zip(batches, counts)):
         is_last = i + 1 == len(batches)
         with contextlib.nullcontext() if is_last else processes.hold_gradients(model):
-            loss = batch_loss(model, batch, options, supervision, reinforce, sampled_share)
+            loss = batch_loss(model, batch, options, now, reinforce)
             share = count / words
             # Gradients become means over the processes.
             (loss * (share * processes.count)).backward()
@@ -555,8 +573,7 @@ class Trainer:
                 place = self.epoch * self.steps + self.step, options.epochs * self.steps
                 loss = train_step(
                     self.trained, self.optimizer, [collate(x).to(self.device) for x in parts],
-                    options, options.rate(*place), options.supervision(*place), self.reinforce,
-                    options.sampled_share(*place), self.processes, has_part,
+                    options, options.at(*place), self.reinforce, self.processes, has_part,
                 )  # fmt: skip
                 if self.average is not None:
                     self.average.update_parameters(self.model)
