@@ -122,7 +122,6 @@ def learn(args: argparse.Namespace, attention: str, copying: bool) -> dict[str, 
     config = Config(
         tokenizer.vocab_size, attention, embed_dim=128, hidden_dim=128, pointer_generator=copying,
         recurrence="input_feeding", readout="attentional",
-        copy_gate="output" if copying else "state",
     )  # fmt: skip
     if resumed := last.exists():
         state = checkpoint.load(last)
