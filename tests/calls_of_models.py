@@ -128,6 +128,7 @@ def readers() -> Table:
     classifier = models.Classifier(models.Encoder(A, A), V, A, 3).eval()
     network = models.MemoryNetwork(V, A, 2)
     both = modules.BidirectionalAttention(2 * A)
+    cnn = models.CharacterCNN(V, A, A)
     flag = {"need_weights": True}
     target = {"target_in": words(B, TQ)} | flag
     scorer = models.CTCPrefixScorer()
@@ -190,13 +191,29 @@ def readers() -> Table:
         "position_encoding": (models.position_encoding, {"words": words(B, TK), "features": A}),
         "BiDAF": (
             models.BiDAF,
-            {"attention": both, "features": 8 * A, "backend": None} | sizes,
+            {"attention": both, "features": 8 * A, "backend": None, "characters": cnn,
+             "highway_layers": 2} | sizes,
         ),
         "BiDAF.forward": (
+            models.BiDAF(both, 8 * A, V, A, A, characters=cnn),
+            {"text": words(B, TK), "text_lengths": lengths(), "question": words(B, TQ),
+             "question_lengths": lengths(TQ), "text_characters": words(B, TK, 3),
+             "question_characters": words(B, TQ, 3)} | flag,
+        ),
+        "BiDAF.forward, words": (
             models.BiDAF(both, 8 * A, V, A, A),
             {"text": words(B, TK), "text_lengths": lengths(), "question": words(B, TQ),
-             "question_lengths": lengths(TQ)} | flag,
+             "question_lengths": lengths(TQ), "text_characters": None,
+             "question_characters": None} | flag,
         ),
+        "CharacterCNN": (
+            models.CharacterCNN,
+            {"num_characters": V, "embed_dim": A, "output_dim": A, "kernel_size": 2,
+             "dropout": 0.1},
+        ),
+        "CharacterCNN.forward": (cnn, {"characters": words(B, TK, 3)}),
+        "HighwayNetwork": (models.HighwayNetwork, {"dim": A, "layers": 2}),
+        "HighwayNetwork.forward": (models.HighwayNetwork(A), {"x": torch.randn(B, TK, A)}),
         "best_spans": (
             models.best_spans,
             {x: torch.randn(B, TK).log_softmax(-1) for x in ("start", "end")} | {"max_length": 3},

@@ -253,6 +253,10 @@ def others() -> dict[str, Model]:
     double = partial(torch.randn, dtype=torch.float64)
     stories = torch.randint(1, 12, (3, 4, 5))
     stories[1:, 2:], stories[:, :, 4] = 0, 0
+    characters = {
+        f"{name}_characters": torch.randint(1, 7, (*x.shape, 5)) for name, x in words.items()
+    }
+    characters_of_padding = {f"{name}_characters": (*x[:2], 5) for name, x in two.items()}
     items, pointers = double(4, 6, 3), test_pointer.POINTERS
     return {
         "BidirectionalAttention": Model(
@@ -264,6 +268,24 @@ def others() -> dict[str, Model]:
             lambda: models.BiDAF(modules.BidirectionalAttention(10), 40, 12, 3, 5),
             lambda: lengths | words,
             lambda m, x: ([], tensors(*m(**x, need_weights=True))), padded=two_of_words,
+        ),
+        "BiDAF, characters, highway": Model(
+            lambda: models.BiDAF(
+                modules.BidirectionalAttention(10), 40, 12, 3, 5,
+                characters=models.CharacterCNN(7, 3, 4), highway_layers=2,
+            ),
+            lambda: lengths | words | characters,
+            lambda m, x: ([], tensors(*m(**x, need_weights=True))),
+            padded=two_of_words | characters_of_padding,
+        ),
+        "CharacterCNN": Model(
+            partial(models.CharacterCNN, 7, 3, 4, kernel_size=4),
+            lambda: {"characters": characters["text_characters"]},
+            lambda m, x: ([], [m(**x)]),
+        ),
+        "HighwayNetwork": Model(
+            partial(models.HighwayNetwork, 5), lambda: {"x": double(3, 6, 5)},
+            lambda m, x: ([], [m(**x)]),
         ),
         **{
             f"Classifier, {pooling}": Model(

@@ -299,8 +299,40 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         ],
         "embed": [("check_ids(name, words, embedding.num_embeddings)", "")],
     },
+    ("attnfast/models/_checks.py", MESSAGES.format("BiDAF or Character")): {
+        "check_characters": [
+            ("embedding.num_embeddings - 1,", "embedding.num_embeddings,"),
+            ("characters, 0,", "characters, -1,"),
+            ("if not characters.shape[2]:", "if False:"),
+        ],
+    },
+    ("attnfast/models/bidaf.py", MESSAGES.format("BiDAF")): {
+        "BiDAF.__init__": [('check_int("highway_layers", highway_layers, least=0)', "")],
+        "BiDAF.forward": [("elif characters is not None:", "elif False:")],
+    },
+    ("attnfast/models/embeddings.py", "tests/test_embeddings.py"): {
+        "CharacterCNN.__init__": [
+            ("padding=kernel_size // 2", "padding=kernel_size - 1"),
+            ("padding_idx=PAD", "padding_idx=None"),
+        ],
+        "CharacterCNN.forward": [
+            ("* (words != PAD).unsqueeze(1)", ""),
+            (".relu()", ""),
+            ("self.dropout(self.embedding(words))", "self.embedding(words)"),
+            (".amax(-1)", ".mean(-1)"),
+        ],
+        "HighwayNetwork.__init__": [("nn.init.constant_(gate.bias, GATE_BIAS)", "pass")],
+        "HighwayNetwork.forward": [
+            ("transform(x).relu()", "transform(x)"),
+            (".relu() - x)", ".relu())"),
+            ("gate(x).sigmoid()", "(1 - gate(x).sigmoid())"),
+        ],
+    },
     ("attnfast/models/bidaf.py", "tests/test_bidaf.py"): {
         "BiDAF.forward": [
+            ("embedded = self.highway(embedded)", "pass"),
+            ("[embedded, self.characters(characters)]", "[self.characters(characters), embedded]"),
+            ("self.dropout(embedded)", "embedded"),
             ("self.ending(m, text_lengths)", "m"),
             (".masked_fill(beyond, -torch.inf)", ""),
         ],

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
+from test_embeddings import convolve, pass_highway
 
-from attnfast.models import BiDAF, best_spans
+from attnfast.models import BiDAF, CharacterCNN, best_spans
 from attnfast.nn import BidirectionalAttention
 
 B, T, J, D = 3, 6, 4, 5
@@ -70,19 +71,34 @@ def test_scores_that_are_large():
         )
 
 
-def test_a_reader():
+@pytest.mark.parametrize("has_characters", [False, True], ids=["words", "characters"])
+@pytest.mark.parametrize("highway_layers", [0, 2])
+def test_a_reader(has_characters, highway_layers):
     """One text without padding after the other, by PyTorch's own layers."""
     torch.manual_seed(0)
-    model = BiDAF(BidirectionalAttention(2 * D), 8 * D, 12, 3, D).double()
+    cnn = CharacterCNN(7, 3, 4, kernel_size=3) if has_characters else None
+    options = {"characters": cnn, "highway_layers": highway_layers}
+    model = BiDAF(BidirectionalAttention(2 * D), 8 * D, 12, 3, D, **options).double()
     text, question = torch.randint(1, 12, (B, T)), torch.randint(1, 12, (B, J))
-    found = model(text, TEXTS, question, QUESTIONS, need_weights=True)
+    spelling, more = torch.randint(1, 7, (12, 5)), {}
+    spelling[::2, 3:] = 0
+    if has_characters:
+        more = {"text_characters": spelling[text], "question_characters": spelling[question]}
+
+    def read(words):
+        x = model.embedding(words)
+        if has_characters:
+            features = [convolve(cnn, [c for c in spelling[i].tolist() if c]) for i in words]
+            x = torch.cat([x, torch.stack(features)], -1)
+        if highway_layers:
+            x = torch.stack([pass_highway(model.highway, row) for row in x])
+        return model.encoder.layers[0](x.unsqueeze(0))[0][0]
+
+    found = model(text, TEXTS, question, QUESTIONS, need_weights=True, **more)
     assert found.weights[0].shape == (B, T, J)
-    assert model(text, TEXTS, question, QUESTIONS).weights is None
+    assert model(text, TEXTS, question, QUESTIONS, **more).weights is None
     for i, (n, m) in enumerate(zip(TEXTS, QUESTIONS)):
-        h, u = (
-            model.encoder.layers[0](model.embedding(x).unsqueeze(0))[0][0]
-            for x in (text[i, :n], question[i, :m])
-        )
+        h, u = read(text[i, :n]), read(question[i, :m])
         g = by_hand(model.attention, h, u)[0]
         states = model.modeling.layers[0](g.unsqueeze(0))[0]
         last = model.ending.layers[0](states)[0][0]
@@ -93,6 +109,20 @@ def test_a_reader():
     total = sum(x.gather(1, torch.zeros(B, 1).long()).sum() for x in found[:2])
     total.backward()
     assert all(x.grad.isfinite().all() and x.grad.any() for x in model.parameters())
+
+
+def test_dropout_of_words():
+    """Dropout is on what the BiRNN reads: the output of the highway layers."""
+    torch.manual_seed(0)
+    model = BiDAF(BidirectionalAttention(2), 8, 12, 40, 1, dropout=0.5, highway_layers=1)
+    read = []
+    model.encoder.register_forward_pre_hook(lambda _, inputs: read.append(inputs[0]))
+    words, one = torch.ones(1, 1).long(), torch.ones(1).long()
+    model(words, one, words, one)
+    model.eval()(words, one, words, one)
+    zeros, none = read[0] == 0, read[2] == 0
+    assert 5 < zeros.sum() < 35 and not none.any()
+    torch.testing.assert_close(read[0], (2 * read[2]).masked_fill(zeros, 0))
 
 
 @pytest.mark.parametrize("longest", [None, 1, 2, 9])

@@ -159,7 +159,7 @@ FITS: dict[str, tuple[tuple[str, str, str], ...]] = {
         ("copy_distribution|PointerGenerator.forward", "num_oov", "zero"),
         ("Span.*|gaussian_bias.*|RelativePositions.forward", "Tq|Tk", "zero"),
         (".*Attention|SpecAugment", "(num_)?filters|window|ahead|.*masks|.*width", "zero"),
-        (".*", "offset|first|seed|radius|null|longest_target", "zero"),
+        (".*", "offset|first|seed|radius|null|longest_target|highway_layers", "zero"),
         (".*_search|sample", "min_length|no_repeat_ngram|top_k|start", "zero"),
         (".*_search|sample", "forbidden", "empty list"),
     ),
@@ -225,8 +225,9 @@ FITS: dict[str, tuple[tuple[str, str, str], ...]] = {
     "only padding is apart from other words": (("position_encoding", "words", "one of .*"),),
     "no other argument has this size: batches": (
         ("(Span.key_indices|gaussian_bias|.*output_limit)", "lengths", "longer in axis 0"),
-        (".*Positions.forward|.*Decoder.initial|.*embed|next_word|position_encoding",
-         "x|hidden|words", "longer in axis 0"),
+        (".*Positions.forward|.*Decoder.initial|.*embed|next_word|position_encoding"
+         "|CharacterCNN.forward|HighwayNetwork.forward",
+         "x|hidden|words|characters", "longer in axis 0"),
     ),
     "no other argument has this size: rows, keys or words": (
         ("(additive|dot)_attention, span|attend|attend, step", "query", "longer in axis 1"),
@@ -239,7 +240,9 @@ FITS: dict[str, tuple[tuple[str, str, str], ...]] = {
          "x|input", "longer in axis 1"),
         ("(alignment_loss, numbers|doubly_stochastic_loss)", "weights|alignment",
          "longer in axis 1"),
-        ("Seq2Seq.*|.*_search|sample|Classifier.*|BiDAF.forward|ListenAttendSpell.*|ShowAttendTell.*",
+        ("CharacterCNN.forward|HighwayNetwork.forward", "characters|x", "longer in axis 1"),
+        ("Seq2Seq.*|.*_search|sample|Classifier.*|BiDAF.forward.*|ListenAttendSpell.*"
+         "|ShowAttendTell.*",
          "source|words|target_in|embedded|text|question|frames", "longer in axis 1"),
         (".*Encoder.forward|FeatureNormalizer.forward|SpecAugment.forward|LogMel.forward",
          "embedded|frames|features|samples", "longer in axis 1"),
@@ -250,6 +253,9 @@ FITS: dict[str, tuple[tuple[str, str, str], ...]] = {
         ("over_under_translation|head_roles, keys", "weights", "longer in axis 1"),
         ("head_roles", "weights", "longer in axis [123]"),
         ("(Fixed|Mean|No)Context.forward|(Fixed|No)Context.prepare", "states?", "longer in axis 1"),
+    ),
+    "no other argument has this size: characters of a word": (
+        ("BiDAF.forward|CharacterCNN.forward", ".*characters", "longer in axis 2"),
     ),
     "no other argument has this size: features, or words of a vocabulary": (
         ("[a-z].*attention.*|(?!MultiHead).*prepare", "value|values", "longer in axis 2"),

@@ -7,7 +7,7 @@ sentences. :class:`ListenAttendSpell`, with a :class:`PyramidEncoder`, recognise
 :class:`CTCPrefixScorer` adds the scores of its CTC head to a search. :class:`ShowAttendTell`, with
 a :class:`GridEncoder`, describes images.
 :class:`MemoryNetwork` answers questions about a story, and :class:`BiDAF` finds the span of an
-answer in a text.
+answer in a text; a :class:`CharacterCNN` and a :class:`HighwayNetwork` make features of its words.
 
 An argument that does not fit, of a module or of a call, raises ValueError or TypeError, and the
 message names it.
@@ -19,6 +19,7 @@ from attnfast.models.classifier import POOLINGS, Classifier
 from attnfast.models.config import ATTENTIONS, ENCODERS, Config, build
 from attnfast.models.ctc import CTCPrefixScorer
 from attnfast.models.decoders import FixedContext, NoContext, RecurrentDecoder
+from attnfast.models.embeddings import CharacterCNN, HighwayNetwork
 from attnfast.models.encoders import Encoder, TransformerEncoder
 from attnfast.models.las import EncodedSpeech, LASOutput, ListenAttendSpell, PyramidEncoder
 from attnfast.models.memory_network import MemoryNetwork, MemoryNetworkOutput, position_encoding
@@ -43,6 +44,7 @@ __all__ = [
     "BiDAF",
     "CTCPrefixScorer",
     "CaptionOutput",
+    "CharacterCNN",
     "Classifier",
     "Config",
     "EncodedImage",
@@ -51,6 +53,7 @@ __all__ = [
     "Encoder",
     "FixedContext",
     "GridEncoder",
+    "HighwayNetwork",
     "LASOutput",
     "ListenAttendSpell",
     "MeanContext",

@@ -29,6 +29,7 @@ __all__ = [
     "EOS",
     "PAD",
     "UNK",
+    "check_characters",
     "check_ids",
     "check_lengths",
     "check_share",
@@ -67,6 +68,20 @@ def embed(name: str, words: Tensor, embedding: nn.Embedding) -> Tensor:
     except Exception:
         check_ids(name, words, embedding.num_embeddings)
         raise
+
+
+def check_characters(
+    name: str, characters: object, shape: Sequence[int | str], embedding: nn.Embedding
+) -> None:
+    """Raise unless ``characters`` are ids of the alphabet of ``shape``, with a character a word.
+
+    Ids are read on a CPU only.
+    """
+    check_array(name, characters, "int64 or int32", shape, like=embedding.weight, of="the module")
+    assert isinstance(characters, Tensor)
+    if not characters.shape[2]:
+        raise_value_error(name, "of at least 1 character a word", describe(characters))
+    check_range(name, characters, 0, embedding.num_embeddings - 1, "character ids")
 
 
 def check_source(name: str, source: Any, kind: type, state: object) -> None:

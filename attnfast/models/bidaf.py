@@ -16,7 +16,8 @@ from attnfast._utils.checks import (
     raise_type_error,
     raise_value_error,
 )
-from attnfast.models._checks import PAD, check_lengths, check_share, embed
+from attnfast.models._checks import PAD, check_characters, check_lengths, check_share, embed
+from attnfast.models.embeddings import CharacterCNN, HighwayNetwork
 from attnfast.models.encoders import Encoder
 from attnfast.nn.attention import check_sizes
 from attnfast.ops.arguments import length_mask
@@ -47,21 +48,27 @@ class SpanPrediction(NamedTuple):
 class BiDAF(nn.Module):
     r"""Read a text and a question, and point at the answer's first word and its last.
 
-    .. math:: h = \mathrm{BiRNN}(E x), \quad u = \mathrm{BiRNN}(E q), \quad
-              g = \mathrm{attend}(h, u), \quad m = \mathrm{BiRNN}(g)
+    .. math:: h = \mathrm{BiRNN}(\mathrm{highway}([E x; \mathrm{CNN}(x)])), \quad
+              u = \mathrm{BiRNN}(\mathrm{highway}([E q; \mathrm{CNN}(q)]))
+
+    .. math:: g = \mathrm{attend}(h, u), \quad m = \mathrm{BiRNN}(g)
 
     .. math:: P(s) = \mathrm{softmax}_t(w_s \cdot [g_t; m_t]), \quad
               P(e) = \mathrm{softmax}_t(w_e \cdot [g_t; m^2_t]), \quad m^2 = \mathrm{BiRNN}(m)
 
-    Text and question share one embedding and one BiRNN. The paper's highway layers and character
-    embeddings are omitted.
+    Text and question share the embedding E, the CNN, the highway layers and the first BiRNN. The
+    CNN, which reads the characters of each word, and the highway layers are options; the paper's
+    model has both.
 
     Args:
         attention: called as :class:`attnfast.nn.BidirectionalAttention` of 2H features.
         features: of each g.
         vocab_size, embed_dim, hidden_dim: V, of words, and H of each direction.
-        dropout: on words, on g and on the states above it.
+        dropout: on the input of the BiRNN of words, on g and on the states above it.
         backend: of the recurrent layers.
+        characters: a :class:`CharacterCNN`, or None.
+        highway_layers: number of layers of a :class:`HighwayNetwork`, 0 for none; the paper's
+            model has 2.
 
     Paper: Seo et al., "Bidirectional Attention Flow for Machine Comprehension", ICLR 2017,
     arXiv:1611.01603.
@@ -73,6 +80,16 @@ class BiDAF(nn.Module):
         >>> answer = model(text, torch.tensor([9, 7]), question, torch.tensor([4, 3]))
         >>> attnfast.models.best_spans(answer.start, answer.end).shape
         torch.Size([2, 2])
+
+        With the characters of each word, here 6 at most:
+
+        >>> cnn = attnfast.models.CharacterCNN(num_characters=30, embed_dim=4, output_dim=5)
+        >>> model = attnfast.models.BiDAF(attention, 32, 50, 3, 4, characters=cnn, highway_layers=2)
+        >>> spelling = torch.randint(1, 30, (50, 6))  # of each word of the vocabulary
+        >>> answer = model(
+        ...     text, torch.tensor([9, 7]), question, torch.tensor([4, 3]),
+        ...     text_characters=spelling[text], question_characters=spelling[question],
+        ... )
     """
 
     def __init__(
@@ -84,6 +101,9 @@ class BiDAF(nn.Module):
         hidden_dim: int,
         dropout: float = 0.0,
         backend: str | None = None,
+        *,
+        characters: CharacterCNN | None = None,
+        highway_layers: int = 0,
     ):
         super().__init__()
         if not isinstance(attention, nn.Module):
@@ -92,8 +112,14 @@ class BiDAF(nn.Module):
             features=features, vocab_size=vocab_size, embed_dim=embed_dim, hidden_dim=hidden_dim
         )
         check_share("dropout", dropout)
+        if not isinstance(characters, (CharacterCNN, type(None))):
+            raise_type_error("characters", "a CharacterCNN or None", describe(characters))
+        check_int("highway_layers", highway_layers, least=0)
+        size = embed_dim + (characters.output_dim if characters else 0)
         self.embedding = nn.Embedding(vocab_size, embed_dim, padding_idx=PAD)
-        self.encoder = Encoder(embed_dim, hidden_dim, backend=backend)
+        self.characters = characters
+        self.highway = HighwayNetwork(size, highway_layers) if highway_layers else None
+        self.encoder = Encoder(size, hidden_dim, backend=backend)
         self.attention: Any = attention
         self.modeling = Encoder(features, hidden_dim, backend=backend)
         self.ending = Encoder(2 * hidden_dim, hidden_dim, backend=backend)
@@ -108,6 +134,8 @@ class BiDAF(nn.Module):
         question: Tensor,
         question_lengths: Tensor,
         need_weights: bool = False,
+        text_characters: Tensor | None = None,
+        question_characters: Tensor | None = None,
     ) -> SpanPrediction:
         """Find an answer.
 
@@ -115,21 +143,34 @@ class BiDAF(nn.Module):
             text, question: ``[B, T]`` and ``[B, J]``, word ids.
             text_lengths, question_lengths: ``[B]``, the numbers of words without padding.
             need_weights: return the attention's weights too.
+            text_characters, question_characters: ``[B, T, L]`` and ``[B, J, L']``, the characters
+                of each word as in :class:`CharacterCNN`; None for a model without one.
 
         Raises:
             ValueError, TypeError: an argument does not fit; the message names it.
         """
         check_flag("need_weights", need_weights)
         read = []
-        for name, words in (("text", text), ("question", question)):
-            embedded = self.dropout(embed(name, words, self.embedding))
+        for name, words, lengths, characters in (
+            ("text", text, text_lengths, text_characters),
+            ("question", question, question_lengths, question_characters),
+        ):
+            embedded = embed(name, words, self.embedding)
             if words.shape[0] != text.shape[0]:
                 raise_value_error(
                     "question", f"of {text.shape[0]} sequences, as text", describe(words)
                 )
-            lengths = text_lengths if name == "text" else question_lengths
             check_lengths(lengths, words, name=f"{name}_lengths", whose=name)
-            read.append(self.encoder(embedded, lengths))
+            if self.characters is not None:
+                shape = *words.shape, "L"
+                check_characters(f"{name}_characters", characters, shape, self.characters.embedding)
+                embedded = torch.cat([embedded, self.characters(characters)], -1)
+            elif characters is not None:
+                expected = "None for a model without a character CNN"
+                raise_value_error(f"{name}_characters", expected, describe(characters))
+            if self.highway is not None:
+                embedded = self.highway(embedded)
+            read.append(self.encoder(self.dropout(embedded), lengths))
         both = (x.to(text.device) for x in (text_lengths, question_lengths))
         g, weights = self.attention(*read, *both, need_weights)
         g = self.dropout(g)
