@@ -1,4 +1,4 @@
-"""Neural Turing machines: copying, copying several times, and finding what followed.
+"""Neural Turing machines: copying, reversing, repeating, recalling and sorting.
 
     python examples/turing.py --out runs/turing
 
@@ -6,8 +6,11 @@ Sequences of random bits, a step for each vector of them, are drawn anew for eve
 training:
 
     copy     1 to 10 vectors of 8 bits and a sign that they end; wanted: the same vectors
+    reverse  1 to 10 vectors of 8 bits and an end marker; target: these vectors, the last one first
     repeat   1 to 5 vectors and how often, 1 to 5 times; wanted: them as often, and then an end
     recall   2 to 6 items of 3 vectors of 6 bits, and one of them again; wanted: the item after it
+    sort     2 to 8 vectors of 8 bits, each with a priority from −1 to 1, and an end marker; target:
+             the four fifths with the highest priorities, in descending order
 
 The models are attnfast.nn.NeuralTuringMachine and an LSTM with as many parameters. Both are tested
 on the largest that they have learnt from and on larger ones, the machine with more slots. The table
@@ -66,6 +69,12 @@ def copy(draw: torch.Generator, count: int, size: Size) -> tuple[Tensor, Tensor]
     return x, bits
 
 
+def reverse(draw: torch.Generator, count: int, size: Size) -> tuple[Tensor, Tensor]:
+    """Return vectors and an end marker as input, and the vectors in reverse order as target."""
+    x, bits = copy(draw, count, size)
+    return x, bits.flip(1)
+
+
 def repeat(draw: torch.Generator, count: int, size: Size) -> tuple[Tensor, Tensor]:
     """Show vectors, a sign and how often, over 10; want them as often, and a sign."""
     n, times = size
@@ -92,14 +101,34 @@ def recall(draw: torch.Generator, count: int, size: Size) -> tuple[Tensor, Tenso
     return x.flatten(1, 2), bits[rows, asked + 1]
 
 
+def sort(draw: torch.Generator, count: int, size: Size) -> tuple[Tensor, Tensor]:
+    """Return vectors with priorities and an end marker as input, and a sorted part as target.
+
+    The target is the four fifths with the highest priorities, in descending order.
+    """
+    bits = draw_bits(draw, count, size.n, 8)
+    priorities = 2 * torch.rand(count, size.n, generator=draw) - 1
+    order = priorities.argsort(1, descending=True)[:, : size.n - size.n // 5]
+    target = bits.take_along_dim(order.unsqueeze(-1), 1)
+    x = bits.new_zeros(count, size.n + 1 + target.shape[1], 10)
+    x[:, : size.n, :8] = bits
+    x[:, : size.n, 9] = priorities
+    x[:, size.n, 8] = 1
+    return x, target
+
+
 class Task(NamedTuple):
-    """How a task is drawn, sizes of a training and of tests, steps, the most of a gradient."""
+    """How a task is drawn, sizes of a training and of tests, steps, the most of a gradient.
+
+    ``heads`` is the number of heads that read, and of those that write.
+    """
 
     draw: Any
     learnt: Sequence[Size]
     tested: Sequence[Size]
     steps: int
     clip: float
+    heads: int = 1
 
     def batch(self, count: int, size: Size, seed: str) -> tuple[Tensor, Tensor]:
         """Return inputs ``[count, T, F]`` and what is wanted at the last steps, of a seed."""
@@ -111,6 +140,9 @@ TASKS = {
     "copy": Task(
         copy, [Size(n) for n in range(1, 11)], [Size(n) for n in (10, 20, 40, 80)], 4000, 1.0
     ),
+    "reverse": Task(
+        reverse, [Size(n) for n in range(1, 11)], [Size(n) for n in (10, 20, 40, 80)], 4000, 1.0
+    ),
     "repeat": Task(
         repeat,
         [Size(*x) for x in itertools.product(range(1, 6), repeat=2)],
@@ -120,6 +152,9 @@ TASKS = {
     ),
     "recall": Task(
         recall, [Size(n) for n in range(2, 7)], [Size(n) for n in (6, 10, 15, 20)], 2000, 10.0
+    ),
+    "sort": Task(
+        sort, [Size(n) for n in range(2, 9)], [Size(n) for n in (8, 10, 15, 20)], 10000, 10.0, 4
     ),
 }
 
@@ -134,9 +169,9 @@ def count_parameters(*parts: nn.Module) -> int:
 class Teller(nn.Module):
     """A recurrent layer and an output layer, which reads its last steps."""
 
-    def __init__(self, name: str, features: int, wanted: int, dim: int):
+    def __init__(self, name: str, features: int, wanted: int, dim: int, heads: int = 1):
         super().__init__()
-        machine = NeuralTuringMachine(features, dim, LEARNT_SLOTS, SLOT)
+        machine = NeuralTuringMachine(features, dim, LEARNT_SLOTS, SLOT, heads, heads)
         self.layer: Any = machine
         size = machine.output_size
         if name == "LSTM":  # of as many parameters, or a few more
@@ -162,7 +197,7 @@ class Training(Trial):
         self.task, self.args = TASKS[task], args
         x, wanted = self.task.batch(1, self.task.learnt[0], "")
         torch.manual_seed(seed)
-        self.model = Teller(name, x.shape[-1], wanted.shape[-1], args.dim)
+        self.model = Teller(name, x.shape[-1], wanted.shape[-1], args.dim, self.task.heads)
         self.machine = self.model.layer if name == "NTM" else None
         steps = args.steps or self.task.steps
         sizes = {x: getattr(args, x) for x in ("dim", "batch_size", "learning_rate")}
@@ -172,6 +207,7 @@ class Training(Trial):
             {
                 "steps": steps,
                 "clip": self.task.clip,
+                "heads": self.task.heads,
                 "learnt": [*map(str, self.task.learnt)],
                 **sizes,
             },
@@ -216,9 +252,10 @@ class Training(Trial):
         self.machine.num_slots = LEARNT_SLOTS
         x, wanted = self.task.batch(1, self.task.tested[1], "picture")
         weights = self.machine(x, need_weights=True).weights[0]
+        read, written = weights.split(self.task.heads, 1)
         told = self.model(x, wanted.shape[1])[0].sigmoid()
         told = nn.functional.pad(told, (0, 0, len(x[0]) - len(told), 0))
-        return {"": draw_addressing(x[0], told, weights[:, :1], weights[:, 1:])}
+        return {"": draw_addressing(x[0], told, read, written)}
 
 
 # ---- the table ----------------------------------------------------------------------------------

@@ -1171,7 +1171,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         ],
         "": [("name_in_exports(NTMOutput)", "")],
     },
-    ("examples/turing.py", "tests/test_ntm.py -k 'tasks or size'"): {
+    ("examples/turing.py", "tests/test_ntm.py -k 'tasks or size or sorting'"): {
         "copy": [("x[:, size.n, 8] = 1", "x[:, size.n - 1, 8] = 1")],
         "repeat": [
             ("bits.repeat(1, times, 1)", "bits.repeat_interleave(times, 1)"),
@@ -1183,7 +1183,20 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
             ("x[:, size.n :, 0, 7] = 1", "x[:, size.n, 0, 7] = 1"),
             ("x[:, size.n, 1:, :6] = bits[rows, asked]", "x[:, size.n, 1:, :6] = bits[:, 0]"),
         ],
-        "Teller.__init__": [("+ wanted * (size + 1) >= most", "+ wanted * (size + 1) >= 2 * most")],
+        "reverse": [("bits.flip(1)", "bits")],
+        "sort": [
+            ("descending=True", "descending=False"),
+            ("size.n // 5", "size.n // 4"),
+            ("size.n // 5", "0"),
+            ("2 * torch.rand(count, size.n, generator=draw) - 1",
+             "torch.rand(count, size.n, generator=draw)"),
+            ("x[:, : size.n, 9] = priorities", "x[:, : size.n, 9] = priorities.sort(1)[0]"),
+            ("x[:, size.n, 8] = 1", "x[:, size.n - 1, 8] = 1"),
+        ],
+        "Teller.__init__": [
+            ("+ wanted * (size + 1) >= most", "+ wanted * (size + 1) >= 2 * most"),
+            ("SLOT, heads, heads)", "SLOT, heads)"),
+        ],
     },
     ("attnfast/losses.py", "tests/test_pointer.py -k 'counts or given'"): {
         "pointer_loss": [

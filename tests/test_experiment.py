@@ -83,12 +83,12 @@ RUNS = {
         {"one-fact-2-hops-1.png", "one-fact-3-hops-layer-wise-1.png"},
     ),
     "turing": Run(
-        "--rows|NTM|LSTM|--tasks|copy|recall|--test|2",
+        "--rows|NTM|LSTM|--tasks|reverse|sort|--test|2",
         {
-            "| copy | seeds | model | 10 | 20 |": 4,
-            "| recall | seeds | model | 6 | 10 |": 4,
+            "| reverse | seeds | model | 10 | 20 |": 4,
+            "| sort | seeds | model | 8 | 10 |": 4,
         },
-        {"copy-NTM-1.png", "recall-NTM-1.png"},
+        {"reverse-NTM-1.png", "sort-NTM-1.png"},
     ),
 }
 
@@ -112,7 +112,7 @@ def run(request, tmp_path, capsys, monkeypatch):
         monkeypatch.setattr(module, name, value)
     monkeypatch.setattr(_experiment, "costs", lambda calls, _: {x: cost(calls[x]) for x in calls})
     if request.param == "turing":
-        for task in ("copy", "recall"):
+        for task in module.TASKS:
             few = module.TASKS[task]._replace(tested=module.TASKS[task].tested[:2])
             monkeypatch.setitem(module.TASKS, task, few)
     sizes = ["--dim", "8", "--steps", "4", "--batch-size", "4", "--seeds", "1"]

@@ -242,6 +242,10 @@ def test_tasks(example):
     x, wanted = example.TASKS["copy"].batch(2, Size(3), "seed")
     assert x.shape == (2, 7, 9) and wanted.equal(x[:, :3, :8])
     assert x[:, :, 8].tolist() == [[0, 0, 0, 1, 0, 0, 0]] * 2 and not x[:, 4:].any()
+    x, target = example.TASKS["reverse"].batch(2, Size(3), "seed")
+    assert x.shape == (2, 7, 9) and x[:, :, 8].tolist() == [[0, 0, 0, 1, 0, 0, 0]] * 2
+    assert target.equal(torch.stack([x[:, 2], x[:, 1], x[:, 0]], 1)[..., :8])
+    assert not x[:, 4:].any() and not target.equal(x[:, :3, :8])
     x, wanted = example.TASKS["repeat"].batch(2, Size(3, 2), "seed")
     assert x.shape == (2, 3 + 1 + 7, 10) and wanted.shape == (2, 7, 9)
     assert wanted[:, :3].equal(x[:, :3, :9]) and wanted[:, 3:6].equal(x[:, :3, :9])
@@ -262,7 +266,24 @@ def test_tasks(example):
     assert not x.equal(example.TASKS["recall"].batch(40, Size(4), "other")[0])
 
 
-def test_models_of_a_size(example):
-    both = [example.Teller(name, 9, 8, 20) for name in example.ROWS]
+@pytest.mark.parametrize(("size", "sorted_"), [(1, 1), (4, 4), (5, 4), (9, 8), (10, 8), (20, 16)])
+def test_sorting(example, size, sorted_):
+    """The target is the vectors of the input by their priorities, the highest first."""
+    x, target = example.TASKS["sort"].batch(50, example.Size(size), "seed")
+    assert x.shape == (50, size + 1 + sorted_, 10) and target.shape == (50, sorted_, 8)
+    assert not x[:, size + 1 :].any() and not x[:, :size, 8].any() and not x[:, size, :8].any()
+    assert (x[:, size, 8] == 1).all() and not x[:, size, 9].any()
+    for row, answer in zip(x, target):
+        pairs = sorted(((step[9].item(), step[:8].tolist()) for step in row[:size]), reverse=True)
+        assert answer.tolist() == [bits for _, bits in pairs[:sorted_]]
+    priorities = x[:, :size, 9]
+    assert -1 <= priorities.min() < -0.8 and 0.8 < priorities.max() <= 1
+    assert set(x[:, :size, :8].unique().tolist()) == {0, 1}
+
+
+@pytest.mark.parametrize("heads", [1, 4])
+def test_models_of_a_size(example, heads):
+    both = [example.Teller(name, 9, 8, 20, heads) for name in example.ROWS]
+    assert (both[0].layer.num_reads, both[0].layer.num_writes) == (heads, heads)
     counts = [example.count_parameters(x) for x in both]
     assert isinstance(both[1].layer, nn.LSTM) and 1 <= counts[1] / counts[0] < 1.1
