@@ -10,10 +10,13 @@ two is asked for, so that a model must find out which place that is by what else
 each place a value of another kind, not the same, stands in text and question. All descriptions of a
 fifth of the attribute lists of both files are for the test. The models:
 
-    both ways            text to question and question to text
-    no text to question  every word of the text finds the mean of the question
-    no question to text  what the question finds in the text is left out
-    neither              both are
+    both ways                       text to question and question to text
+    both ways, highway              two highway layers transform the embedded words
+    both ways, characters           a CNN also reads the characters of each word
+    both ways, characters, highway  the CNN and two highway layers
+    no text to question             every word of the text finds the mean of the question
+    no question to text             what the question finds in the text is left out
+    neither                         both are
 
 The table has the share of exact answers and F1, the overlap in words, in all and by attribute. What
 is trained is kept, so that the same command goes on after Ctrl-C, bit for bit. Tables and pictures
@@ -40,7 +43,7 @@ from torch import Tensor
 
 from attnfast._utils.checks import InputError, optional
 from attnfast.analysis.plots import draw_alignment
-from attnfast.models import BiDAF, best_spans
+from attnfast.models import BiDAF, CharacterCNN, SpanPrediction, best_spans
 from attnfast.nn import BidirectionalAttention
 from attnfast.translate.cli import run
 from attnfast.translate.data import pad
@@ -51,6 +54,7 @@ ATTRIBUTES = ("name", "near", "area", "food", "pricerange", "customer rating", "
 UNK, ASKED, LEFT_OUT, BAR = 1, "_", "~", "|"
 AMBIGUOUS = (["low"], ["average"], ["high"])  # of a price or of a rating
 LONGEST = 30  # words of a description
+CHARACTER = 8  # features of a character
 
 
 class Asked(NamedTuple):
@@ -168,12 +172,14 @@ def without(value: Sequence[str], text: list[str], mark: str) -> tuple[list[str]
 
 
 class Batch(NamedTuple):
-    """Word ids and lengths of texts and questions, and spans ``[B, 2]``."""
+    """Word ids, lengths and character ids of texts and questions, and spans ``[B, 2]``."""
 
     text: Tensor
     text_lengths: Tensor
+    text_characters: Tensor
     question: Tensor
     question_lengths: Tensor
+    question_characters: Tensor
     spans: Tensor
 
 
@@ -196,6 +202,14 @@ class Questions:
         counts = Counter(word for x in self.train for word in (*x.text, *x.question))
         kept = sorted(word for word, count in counts.items() if count > 1)
         self.ids = {word: i for i, word in enumerate(kept, UNK + 1)}
+        self.alphabet = {x: i for i, x in enumerate(sorted({*"".join(counts)}), UNK + 1)}
+
+    def spell(self, texts: Sequence[Sequence[str]]) -> Tensor:
+        """Return the character ids ``[B, T, L]`` of the words of texts; padding has none."""
+        length = max(map(len, texts))
+        words = itertools.chain(*([*text, *[""] * (length - len(text))] for text in texts))
+        ids = pad([[self.alphabet.get(x, UNK) for x in word] for word in words])
+        return ids.unflatten(0, (len(texts), length))
 
     def gather(self, asked: Sequence[Asked]) -> Batch:
         """Put questions into a batch."""
@@ -203,6 +217,7 @@ class Questions:
         for texts in ([x.text for x in asked], [x.question for x in asked]):
             parts.append(pad([[self.ids.get(word, UNK) for word in text] for text in texts]))
             parts.append(torch.tensor([len(text) for text in texts]))
+            parts.append(self.spell(texts))
         return Batch(*parts, torch.tensor([x.span for x in asked]))
 
 
@@ -210,14 +225,19 @@ class Questions:
 
 
 class Row(NamedTuple):
-    """A model of the table: which ways it attends."""
+    """A model of the table: which ways it attends, and what reads its words."""
 
     to_question: bool = True
     to_text: bool = True
+    characters: bool = False
+    highway_layers: int = 0
 
 
 ROWS = {
     "both ways": Row(),
+    "both ways, highway": Row(highway_layers=2),
+    "both ways, characters": Row(characters=True),
+    "both ways, characters, highway": Row(characters=True, highway_layers=2),
     "no text to question": Row(to_question=False),
     "no question to text": Row(to_text=False),
     "neither": Row(False, False),
@@ -251,9 +271,14 @@ class Training(Trial):
         torch.manual_seed(seed)
         size = 2 * args.dim
         features = size * (4 if self.row.to_text else 3)
+        characters = None
+        if self.row.characters:
+            alphabet = UNK + 1 + len(questions.alphabet)
+            characters = CharacterCNN(alphabet, CHARACTER, args.dim, dropout=0.2)
         self.model = BiDAF(
-            OneWay(size, self.row), features, UNK + 1 + len(questions.ids), args.dim, args.dim, 0.2
-        )
+            OneWay(size, self.row), features, UNK + 1 + len(questions.ids), args.dim, args.dim, 0.2,
+            characters=characters, highway_layers=self.row.highway_layers,
+        )  # fmt: skip
         sizes = {x: getattr(args, x) for x in ("dim", "steps", "batch_size")}
         super().__init__(
             args.out,
@@ -265,10 +290,18 @@ class Training(Trial):
             Options(batch_size=args.batch_size, learning_rate=2e-3, seed=seed),
         )
 
+    def read(self, batch: Batch, need_weights: bool = False) -> SpanPrediction:
+        """Return the model's answers to a batch; characters are for a model with a CNN alone."""
+        inputs = batch._asdict()
+        del inputs["spans"]
+        if not self.row.characters:
+            del inputs["text_characters"], inputs["question_characters"]
+        return self.model(**inputs, need_weights=need_weights)
+
     def loss(self, step: int) -> Tensor:
         draw = random.Random(f"{self.options.seed} {step}")
         batch = self.questions.gather(draw.choices(self.questions.train, k=self.options.batch_size))
-        found = self.model(*batch[:4])
+        found = self.read(batch)
         right = (x.gather(1, at.unsqueeze(1)) for x, at in zip(found[:2], batch.spans.T))
         return -sum(x.mean() for x in right)  # type: ignore[return-value]
 
@@ -279,7 +312,7 @@ class Training(Trial):
         for first in range(0, len(self.questions.test), 200):
             rows = self.questions.test[first : first + 200]
             batch = self.questions.gather(rows)
-            spans = best_spans(*self.model(*batch[:4])[:2]).tolist()
+            spans = best_spans(*self.read(batch)[:2]).tolist()
             for x, span in zip(rows, spans):
                 result = float(tuple(span) == x.span), overlap(span, x.span)
                 for name in ("all", x.attribute):
@@ -295,7 +328,7 @@ class Training(Trial):
         if not self.row.to_question:
             return {}
         one = min(self.questions.test, key=lambda x: len(x.text) + len(x.question))
-        found = self.model(*self.questions.gather([one])[:4], need_weights=True)
+        found = self.read(self.questions.gather([one]), need_weights=True)
         [(first, last)] = best_spans(*found[:2]).tolist()
         text = [
             "[" * (i == first) + word + "]" * (i == last) for i, word in enumerate(one.text)

@@ -196,6 +196,22 @@ def test_what_is_tested_is_not_learnt(reading):
     assert test[0].values["food"] == ["thai"]
 
 
+def test_words_are_spelled(reading, tmp_path):
+    """Characters are numbered in the order of the alphabet; unknown ones share a number."""
+    questions = reading.Questions(tiny.write_descriptions(tmp_path / "data"), 9)
+    alphabet = {x for one in questions.train for word in (*one.text, *one.question) for x in word}
+    assert questions.alphabet == {x: i for i, x in enumerate(sorted(alphabet), 2)}
+    a, e, n = (questions.alphabet[x] for x in "aen")
+    assert questions.spell([["an", "Ä", "a"], ["eÄn"]]).tolist() == [
+        [[a, n, 0], [1, 0, 0], [a, 0, 0]],
+        [[e, 1, n], [0, 0, 0], [0, 0, 0]],
+    ]
+    batch = questions.gather(questions.train[:3])
+    for side in ("text", "question"):
+        texts = [getattr(x, side) for x in questions.train[:3]]
+        assert getattr(batch, f"{side}_characters").equal(questions.spell(texts))
+
+
 def test_a_word_of_prices_and_ratings_is_not_asked_for(reading):
     places = [
         reading.Place({"pricerange": [price], "name": [name]}, [[name, price, x] for x in "ab"])

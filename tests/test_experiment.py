@@ -55,12 +55,14 @@ RUNS = {
         {"hull-naming-1.png", "hull-pointing-1.png"},
     ),
     "reading": Run(
-        "--rows|both ways|no question to text|no text to question|neither|--test|30",
+        "--rows|both ways, characters, highway|no question to text|no text to question|neither"
+        "|--test|30",
         {
             "| | seeds | exact, % | F1, % |": 4,
-            "| exact, % | both ways | no question to text | no text to question | neither |": None,
+            "| exact, % | both ways, characters, highway | no question to text "
+            "| no text to question | neither |": None,
         },
-        {"both-ways-1.png", "no-question-to-text-1.png"},
+        {"both-ways-characters-highway-1.png", "no-question-to-text-1.png"},
         data=tiny.write_descriptions,
     ),
     "speech": Run(
@@ -278,6 +280,20 @@ def test_other_descriptions(run, tmp_path):
     assert "expected places that several people described, got too few" in call("new")[2]
     file.unlink()
     assert call("new")[2].startswith(f"attnfast: cannot read {file}: ")
+
+
+@of("reading")
+def test_the_rows_of_readers(run, tmp_path):
+    """A row has the parts of its name, and the others have not."""
+    _, module, call = run
+    named = {"characters": "characters.conv.weight", "highway": "highway.gates.1.weight"}
+    rows = [name for name in module.ROWS if name.startswith("both ways")]
+    assert len(rows) == 4 and call("out", "--steps", "1", "--rows", *rows)[0] == 0
+    for row in rows:
+        file = tmp_path / "out" / f"{row.replace(', ', '-').replace(' ', '-')}-1.pt"
+        model = checkpoint.load(file)["model"]
+        parts = row.split(", ")
+        assert {x for x, name in named.items() if name in model} == {*parts[1:]}
 
 
 @of("speech")
