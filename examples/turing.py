@@ -246,7 +246,10 @@ class Training(Trial):
 
     @torch.no_grad()
     def pictures(self) -> dict[str, bytes]:
-        """Draw where the heads are, in a sequence of the second size that is tested."""
+        """Draw where the heads are, in a sequence of the second size that is tested.
+
+        Priorities below 0 are drawn as 0.
+        """
         if not self.machine:
             return {}
         self.machine.num_slots = LEARNT_SLOTS
