@@ -319,6 +319,18 @@ def test_a_pointer_generator_says_words_that_a_sentence_has(attention):
     assert (expected[1, :, VOCAB:] < -80).all() and (expected[0, :, VOCAB] > -80).all()
 
 
+def test_the_end_of_a_source_is_not_copied():
+    """Its weight goes to the padding word, which no search writes."""
+    model, source, lengths = make_pointer("bahdanau")
+    source[0, -1] = 3
+    with torch.no_grad():
+        model.pointer.gate.bias.fill_(-40)  # copy always
+    found = model(source, lengths, torch.randint(4, VOCAB, (4, 6)), need_weights=True)
+    copied = found[0].exp()
+    torch.testing.assert_close(copied[0, :, 0], found.weights[0, :, -1])
+    assert (copied[..., 3] < 1e-6).all()
+
+
 def test_what_the_gate_of_a_pointer_generator_reads():
     """State, context and word, or the output; there is nothing else to read."""
     for gate in COPY_GATES:

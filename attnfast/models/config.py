@@ -52,8 +52,6 @@ WITH_WEIGHTS = (*SCORES, *HEADS, "multihop", *HISTORIES, *SPANS)
 ATTENTIONS = (*NO_ATTENTION, *WITH_WEIGHTS)
 #: Standard deviation of a prior's Gaussian, in keys, unless given.
 PRIOR_SIGMA = 3.0
-#: The first bias of a pointer-generator's gate: it generates with a probability of 0.95.
-GATE_BIAS = 3.0
 #: The attentions for which a setting has an effect.
 USED_BY = {
     "pointer_generator": WITH_WEIGHTS,
@@ -341,8 +339,6 @@ def build(config: Config, backend: str | None = None) -> Seq2Seq:
     if config.pointer_generator:
         read = [state_dim, context_dim] if config.copy_gate == "state" else []
         pointer = PointerGenerator(*read, config.embed_dim, backend=backend)
-        # At first copying would train attention to look at the few words that both sides share.
-        nn.init.constant_(pointer.gate.bias, GATE_BIAS)
     model = Seq2Seq(encoder, decoder, config.vocab_size, config.embed_dim, config.dropout, pointer)
     model.length_ratio, model.longest_target = config.length_ratio, config.longest_target
     return model

@@ -16,6 +16,7 @@ from attnfast._utils.checks import (
 from attnfast._utils.torch_private import keep_in_pytrees
 from attnfast.decoding._constraints import Constraints, output_limit
 from attnfast.models._checks import (
+    EOS,
     PAD,
     UNK,
     check_ids,
@@ -43,6 +44,8 @@ class EncodedSource(NamedTuple):
     Attributes:
         memory: of the encoder's states.
         words: ids of the source words, ``[B, Tk]``; those from V on are out-of-vocabulary words.
+            For a pointer-generator padding, 0, replaces the end, so that a target's end is not
+            copied.
         num_oov: the number of out-of-vocabulary words in the batch.
 
     Example:
@@ -194,6 +197,8 @@ class Seq2Seq(nn.Module):
         num_oov = 0
         if self.pointer is not None and source.numel():
             num_oov = max(int(source.max()) + 1 - self.embedding.num_embeddings, 0)
+        if self.pointer is not None:
+            source = source.masked_fill(source == EOS, PAD)
         return EncodedSource(memory, source, num_oov), state
 
     def read(self, embedded: Tensor, lengths: Tensor) -> tuple[Memory, RecurrentState]:
