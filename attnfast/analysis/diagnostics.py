@@ -804,10 +804,11 @@ def failures(
     near, far = ((apart * x).sum(-1) / x.sum(-1).clamp_min(1) for x in (first, last))
 
     rows = to_dense(of.p, of._all_keys(), of.Tk)
-    average = rows.sum(-2, keepdim=True) / live.sum(-1).clamp_min(1)[..., None, None]
+    count = live.sum(-1, dtype=dtype)
+    average = rows.sum(-2, keepdim=True) / count.clamp_min(1)[..., None, None]
     far_from_average = _distance(rows, average).masked_fill(~live, 0).sum(-1)
     long = (n > 2) & (m > 2)
-    striped = long & sharp.any(-1) & (far_from_average <= limit.alike * live.sum(-1))
+    striped = long & sharp.any(-1) & (far_from_average <= limit.alike * count)
     changes = torch.ones_like(live)
     changes[..., 1:] = _distance(rows[..., 1:, :], rows[..., :-1, :]) > limit.alike
     broad = sharp & (share < 0.5)
@@ -815,7 +816,7 @@ def failures(
     place = position.to(dtype).masked_fill(~live, math.nan)
     crossed = place.unsqueeze(-1) > place.unsqueeze(-2)  # [.., i, k]
     crossings = crossed.triu(1).sum((-2, -1))
-    pairs = live.sum(-1) * (live.sum(-1) - 1) / 2
+    pairs = count * (count - 1) / 2
 
     return Failures(
         diffuse,

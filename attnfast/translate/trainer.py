@@ -39,7 +39,7 @@ PRECISIONS = ("float32", "bfloat16")
 
 
 class StepOptions(NamedTuple):
-    """What a training step is given that changes from step to step.
+    """Options that change from step to step.
 
     The learning ``rate``; the weights of the losses on ``alignment`` and ``coverage``; the share of
     target words that are ``sampled`` from the model.
