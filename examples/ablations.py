@@ -93,9 +93,9 @@ TABLES = {
             "coverage": {"attention": "coverage"},
             "copying": {"pointer_generator": True},
             "Luong, scaled general": LUONG | {"recurrence": "independent"},
-            "and input feeding": LUONG,
-            "and a window of 11": LUONG | {"attention": "local", "window": 5},
-            "and a predicted window of 11": LUONG | {"attention": "predictive", "window": 5},
+            "Luong, input feeding": LUONG,
+            "Luong, a window of 11": LUONG | {"attention": "local", "window": 5},
+            "Luong, a predicted window of 11": LUONG | {"attention": "predictive", "window": 5},
             "dot, 512 features": LUONG | {"attention": "dot", "hidden_dim": 256},
             "scaled dot, 512 features": LUONG | {"attention": "scaled_dot", "hidden_dim": 256},
         }
