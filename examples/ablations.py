@@ -33,6 +33,7 @@ from attnfast._utils.progress import log
 from attnfast._utils.signals import Interrupted
 from attnfast.analysis import diagnostics
 from attnfast.models.config import NO_ATTENTION
+from attnfast.ops.arguments import mean_of_heads
 from attnfast.translate import checkpoint, cli
 from attnfast.translate.data import Links, collate, encode_pairs, read_alignments, read_pairs
 from attnfast.translate.evaluate import SearchOptions, translate
@@ -264,9 +265,7 @@ def measure_attention(
         batch = collate(group := examples[first : first + 64])
         predicted = model(batch.source, batch.lengths, batch.target_in, need_weights=True)
         targets = torch.tensor([len(x.target) for x in group])  # without the end
-        weights = predicted.weights
-        weights = weights.mean(1) if weights.dim() == 4 else weights
-        given = weights, batch.lengths, targets
+        given = mean_of_heads(predicted.weights), batch.lengths, targets
         entropy += float(diagnostics.row_statistics(*given).entropy.sum())
         aligned += diagnostics.extract_alignment(*given, null=-1)
         rows += int(targets.sum())

@@ -33,6 +33,7 @@ from attnfast.translate import checkpoint
 from attnfast.translate.cli import Parser, run
 from attnfast.translate.data import WordTokenizer, encode_pairs
 from attnfast.translate.evaluate import translate
+from attnfast.translate.scores import repeated_share
 from attnfast.translate.trainer import Options, Trainer
 
 Pairs = list[tuple[str, str]]
@@ -64,22 +65,6 @@ def name_of(attributes: str) -> str:
     return attributes.partition("name [ ")[2].partition(" ]")[0]
 
 
-def repeated(descriptions: Sequence[str]) -> float:
-    """Return the share of words in a triple that occurred before in the same description."""
-    words = again = 0
-    for description in descriptions:
-        tokens, seen = description.split(), set()
-        marked = [False] * len(tokens)
-        for i in range(len(tokens) - 2):
-            triple = tuple(tokens[i : i + 3])
-            if triple in seen:
-                marked[i : i + 3] = [True] * 3
-            seen.add(triple)
-        words += len(tokens)
-        again += sum(marked)
-    return again / max(words, 1)
-
-
 def score(outputs: dict[str, str], test: Pairs, known: set[str]) -> dict[str, float]:
     """Compare a description of every list with all that people wrote for it."""
     sacrebleu = optional("sacrebleu", "this example")
@@ -100,7 +85,7 @@ def score(outputs: dict[str, str], test: Pairs, known: set[str]) -> dict[str, fl
         "BLEU": bleu.corpus_score(said, streams).score,
         "names right": right(lists),
         "new names right": right([x for x in lists if name_of(x) not in known]),
-        "repeated": 100 * repeated(said),
+        "repeated": 100 * repeated_share(said),
     }
 
 

@@ -147,7 +147,7 @@ class TransformerEncoder(nn.Module):
         hidden_dim: H.
         heads: a :class:`attnfast.Span` for each head; None for four heads that see all keys.
         layers: L.
-        dropout: on the output of each sublayer; not on the words, which a model's embedding drops.
+        dropout: on the output of each sublayer; a model drops features of the words itself.
         backend: of the self-attention.
         positions: ``"sinusoidal"``; ``"learned"``, a vector for each of ``max_distance``
             positions; or ``"relative"``, a bias of the scores for each distance up to
