@@ -85,6 +85,17 @@ def make_parser(
     return parser
 
 
+def add_sizes(parser: Parser) -> None:
+    """Add the sizes of trainings on the made-up language to an example's options."""
+    for name, value, text in (
+        ("pairs", 3000, "sentences to learn from"),
+        ("held-out", 300, "sentences to validate and to measure on"),
+        ("epochs", 10, "of each training"),
+        ("dim", 64, "features of words and of an encoder direction"),
+    ):
+        parser.add_argument(f"--{name}", type=at_least(1), default=value, help=text)
+
+
 class Trial:
     """One model in training, or trained, and kept in a file of ``out``.
 

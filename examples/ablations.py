@@ -355,13 +355,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("runs/ablations"), help="a folder")
     parser.add_argument("--data", type=Path, help="folder of train, valid and test files")
     parser.add_argument("--tokenizer", choices=("word", "subword"), default="word")
-    for name, value, text in (
-        ("pairs", 3000, "sentences to learn from"),
-        ("held-out", 300, "sentences to validate and to test on"),
-        ("epochs", 10, "of each training"),
-        ("dim", 64, "features of words and of an encoder direction"),
-    ):
-        parser.add_argument(f"--{name}", type=_experiment.at_least(1), default=value, help=text)
+    _experiment.add_sizes(parser)
     parser.add_argument("--costs", action="store_true", help="measure time and memory of a step")
     parser.set_defaults(function=compare)
     return cli.run(parser, argv)

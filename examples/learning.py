@@ -214,13 +214,7 @@ def compare(args: argparse.Namespace) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = _experiment.make_parser("learning", __doc__ or "", compare, ROWS, 3)
-    for name, value, text in (
-        ("pairs", 3000, "sentences to learn from"),
-        ("held-out", 300, "sentences to measure on"),
-        ("epochs", 10, "of each training"),
-        ("dim", 64, "features of words and of an encoder direction"),
-    ):
-        parser.add_argument(f"--{name}", type=_experiment.at_least(1), default=value, help=text)
+    _experiment.add_sizes(parser)
     return cli.run(parser, argv)
 
 
