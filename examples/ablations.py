@@ -4,10 +4,11 @@
 
 Every row of a table is a training by `attnfast train` whose options are printed. It learns the
 made-up language of `attnfast corpus`, or the files of a folder: `--data FOLDER` has `train`,
-`valid` and `test`, each with `.en` and `.de`, and `.links` if alignments are known. Trainings
-continue where they were stopped. The measurements, on the test set:
+`valid` and `test`, each with `.en` and `.de`, and `.links` if alignments are known. The table
+`multi30k` needs the folder of Multi30k, whose names are as published. Trainings continue where they
+were stopped. The measurements, on the test set:
 
-    BLEU         of greedy translations
+    BLEU         of greedy translations; of a beam of 5 on Multi30k
     AER          alignment error rate of each target word's largest weight
     entropy      of a row of weights, in nats
     repeated     share of words in a trigram that occurred earlier in the same translation
@@ -54,19 +55,6 @@ LUONG = {
 SCORES = ("dot", "scaled_dot", "general", "scaled_general", "concat", "bahdanau")
 
 
-class Table(NamedTuple):
-    """Rows by name, each the options in which it differs; how many seeds; the data's writer.
-
-    An option ``pairs`` is the number of training pairs, ``supervised`` whether their alignments are
-    learnt.
-    """
-
-    rows: dict[str, Row]
-    seeds: int = 3
-    write: Callable[[Path, argparse.Namespace], None] | None = None
-    length_bins: tuple[int, ...] = (5, 10, 15, 20)
-
-
 def write_copies(directory: Path, args: argparse.Namespace) -> None:
     """Write sequences of random words, each of which is its own translation."""
     draw = random.Random(1)
@@ -82,6 +70,38 @@ def write_language(directory: Path, args: argparse.Namespace) -> None:
     """Write the made-up language."""
     sizes = ["--pairs", str(args.pairs), "--held-out", str(args.held_out)]
     call(["corpus", str(directory), *sizes])
+
+
+class Table(NamedTuple):
+    """Rows by name, each the options in which it differs, and what all rows of a table share.
+
+    An option ``pairs`` is the number of training pairs, ``supervised`` whether their alignments are
+    learnt.
+
+    Attributes:
+        rows: options by name.
+        seeds: how many trainings a row has.
+        write: writes the data; none for data that must be given.
+        parts: names of the files of training, validation and test.
+        languages: endings of the files of sources and targets.
+        options: options of all rows, instead of the example's own sizes.
+        beam: of the search on the test set.
+        length_bins: largest number of source words of each bin but the last.
+    """
+
+    rows: dict[str, Row]
+    seeds: int = 3
+    write: Callable[[Path, argparse.Namespace], None] | None = write_language
+    parts: tuple[str, str, str] = ("train", "valid", "test")
+    languages: tuple[str, str] = ("en", "de")
+    options: Row | None = None
+    beam: int = 1
+    length_bins: tuple[int, ...] = (5, 10, 15, 20)
+
+    def files(self, data: Path, part: int) -> tuple[str, str]:
+        """Return the files of sources and of targets of a part of the data."""
+        source, target = (str(data / f"{self.parts[part]}.{x}") for x in self.languages)
+        return source, target
 
 
 TABLES = {
@@ -178,6 +198,32 @@ TABLES = {
         },
         seeds=1,
     ),
+    "multi30k": Table(
+        {
+            "no attention": {"attention": "none"},
+            "initial state alone": {"attention": "initial"},
+            "Bahdanau": {},
+            "one direction": {"unidirectional": True},
+            "coverage": {"attention": "coverage"},
+            "transformer encoder": {"encoder": "transformer", "dropout": 0.1},
+            "Luong, input feeding": LUONG,
+            "without input feeding": LUONG | {"recurrence": "independent"},
+            "unscaled": LUONG | {"attention": "general"},
+            "a window of 11": LUONG | {"attention": "local", "window": 5},
+            "a predicted window of 11": LUONG | {"attention": "predictive", "window": 5},
+            "every second key": LUONG | {"attention": "strided", "stride": 2},
+            "monotonic": LUONG | {"attention": "monotonic"},
+            "sparse self-attention": LUONG | {"self_attention": True, "window": 3, "stride": 4},
+            "whole words": LUONG | {"tokenizer": "word"},
+            "whole words, copying": LUONG | {"tokenizer": "word", "pointer_generator": True},
+        },
+        seeds=1,
+        write=None,
+        parts=("train", "val", "test_2016_flickr"),
+        languages=("de.gz", "en.gz"),
+        options={"precision": "bfloat16"},
+        beam=5,
+    ),
 }  # fmt: skip
 
 
@@ -204,31 +250,33 @@ class Trained(NamedTuple):
     by_length: list[Any]
 
 
-def learn(args: argparse.Namespace, data: Path, name: str, row: Row, seed: int) -> Path:
+def learn(
+    args: argparse.Namespace, table: Table, data: Path, name: str, row: Row, seed: int
+) -> Path:
     """Train a row's model, or continue its training; return its folder."""
     directory = args.out / f"{name}-{seed}".replace(",", "").replace(" ", "-")
     checkpoint.make_folder(directory)
     row = dict(row)
     pairs, supervised = row.pop("pairs", None), row.pop("supervised", False)
-    files = {ending: str(data / f"train.{ending}") for ending in ("en", "de", "links")}
+    files = [*table.files(data, 0), str(data / f"{table.parts[0]}.links")]
     if pairs is not None:
-        files = {
-            ending: first_lines(Path(file), min(pairs, args.pairs), directory / f"train.{ending}")
-            for ending, file in files.items()
-        }
-    options = {
+        count = min(pairs, args.pairs)
+        files = [first_lines(Path(file), count, directory / Path(file).name) for file in files]
+    sizes = {
         "embed_dim": args.dim, "hidden_dim": args.dim, "epochs": args.epochs, "batch_size": 32,
-        "learning_rate": 3e-3, "seed": seed,
-    } | row  # fmt: skip
+        "learning_rate": 3e-3, "tokenizer": args.tokenizer,
+    }  # fmt: skip
+    options = (sizes if table.options is None else table.options) | row | {"seed": seed}
     shown = []
     for option, value in options.items():
         shown.append(f"--{option.replace('_', '-')}" + (f"={value}" if value is not True else ""))
     log(f"{name}: {' '.join(shown)}")
+    valid_source, valid_target = table.files(data, 1)
     arguments = [
-        "train", "--source", files["en"], "--target", files["de"],
-        "--valid-source", str(data / "valid.en"), "--valid-target", str(data / "valid.de"),
-        "--tokenizer", args.tokenizer, "--model-dir", str(directory), *shown,
-        *(["--alignments", files["links"]] if supervised else []),
+        "train", "--source", files[0], "--target", files[1],
+        "--valid-source", valid_source, "--valid-target", valid_target,
+        "--model-dir", str(directory), *shown,
+        *(["--alignments", files[2]] if supervised else []),
         *(["--resume"] if (directory / "last.pt").exists() else []),
     ]  # fmt: skip
     call(arguments)
@@ -241,12 +289,14 @@ def test(directory: Path, table: Table, data: Path) -> Trained:
     best = directory / "best.pt"
     config, model, tokenizer = checkpoint.restore(checkpoint.load(best), name=best)
     model.eval()
-    pairs = read_pairs(str(data / "test.en"), str(data / "test.de"))
+    pairs = read_pairs(*table.files(data, 2))
     sources, references = zip(*pairs)
-    outputs = [x.text for x in translate(model, tokenizer, sources, SearchOptions(beam=1))]
+    search = SearchOptions(beam=table.beam)
+    outputs = [x.text for x in translate(model, tokenizer, sources, search)]
     found = {"BLEU": bleu(outputs, references)[0], "repeated": 100 * repeated_share(outputs)}
     if config.attention not in NO_ATTENTION:
-        found |= measure_attention(model, tokenizer, pairs, data / "test.links")
+        links = data / f"{table.parts[2]}.links"
+        found |= measure_attention(model, tokenizer, pairs, links)
     found["parameters"] = sum(p.numel() for p in model.parameters())
     by_length = scores_by_length(sources, outputs, references, table.length_bins)
     return Trained(model, tokenizer, config, found, by_length)
@@ -297,11 +347,12 @@ def write_table(done: Mapping[str, Sequence[Trained]], bins: Sequence[str]) -> s
     return "\n".join(lines) + "\n"
 
 
-def cost_table(done: Mapping[str, Sequence[Trained]], data: Path) -> str:
+def cost_table(done: Mapping[str, Sequence[Trained]], table: Table, data: Path) -> str:
     """Return what a training step of 32 pairs costs in each row, in turns."""
-    pairs = read_pairs(str(data / "test.en"), str(data / "test.de"))
+    pairs = read_pairs(*table.files(data, 2))
     pairs = sorted(pairs, key=lambda x: -len(x[0].split()))[:32]
-    steps, options, now = {}, Options(), StepOptions()
+    precision = (table.options or {}).get("precision", "float32")
+    steps, options, now = {}, Options(precision=precision), StepOptions()
     for name, ones in done.items():
         model = ones[0].model.train()
         batch = collate(encode_pairs(ones[0].tokenizer, pairs, 1000)[0])
@@ -324,23 +375,25 @@ def compare(args: argparse.Namespace) -> None:
         raise InputError(f"--rows: expected some of {', '.join(table.rows)}, got {unknown}")
     checkpoint.make_folder(args.out)
     data = args.data
+    if data is None and table.write is None:
+        raise InputError(f"--data: {args.table} needs the folder of its files, got none")
     if data is None:
         data = args.out / "data"
-        if not (data / "test.de").exists():
+        if not Path(table.files(data, 2)[1]).exists():
             checkpoint.make_folder(data)
-            (table.write or write_language)(data, args)
+            table.write(data, args)
     done: dict[str, list[Trained]] = {}
     try:
         for seed in range(1, (args.seeds or table.seeds) + 1):
             for name, row in rows.items():
-                directory = learn(args, data, name, row, seed)
+                directory = learn(args, table, data, name, row, seed)
                 done.setdefault(name, []).append(test(directory, table, data))
     except Interrupted as stop:
         raise Interrupted(stop.number, "stopped; the same command continues from there") from None
     bins = list(dict.fromkeys(x.name for ones in done.values() for x in ones[0].by_length))
     text = write_table(done, bins)
     if args.costs:
-        text += "\n" + cost_table(done, data)
+        text += "\n" + cost_table(done, table, data)
     print(text, end="")
     checkpoint.write_atomically(args.out / "table.md", text.encode())
     picture = plot_bleu_by_length({name: ones[0].by_length for name, ones in done.items()})
