@@ -30,7 +30,7 @@ NUMBERS = {
     "diagonality": "weight within two words of the diagonal",
     "over": "translated more than once, share of the source",
     "under": "not translated, share of the source",
-    "repetition": "pairs of words that it has said before",
+    "repetition": "repeated pairs of words, share of the target",
 }
 
 
@@ -220,7 +220,7 @@ def page(sentences: Sequence[Sentence], title: str, max_sentences: int = 200) ->
     counts = f"{count}." if len(shown) == len(sentences) else f"{count}, {len(shown)} on this page."
     rows = [(x, sum(x in y.failures for y in sentences)) for x in PATTERNS]
     failures = _facts(["", "sentences"], [(name, str(n)) for name, n in rows])
-    heads = ["", "least", "quarter", "median", "three quarters", "most", "how they spread"]
+    heads = ["", "least", "quarter", "median", "three quarters", "most", "distribution"]
     spread = [
         (text, *(f"{x:.2f}" for x in _quantiles(values)), _bars(values, text))
         for text, values in _numbers(sentences).items()
