@@ -1,4 +1,4 @@
-"""What examples that train models share: trainings that go on bit for bit, means over seeds."""
+"""Common code of the examples that train models: resumable trainings, tables over seeds."""
 
 from __future__ import annotations
 
@@ -53,32 +53,35 @@ def make_parser(
     chosen: Sequence[str] = (),
     tasks: Iterable[str] = (),
 ) -> Parser:
-    """Return the parser of an example: what it is, what runs it, its models, tasks and seeds.
+    """Return the parser of an example.
 
     Args:
-        name: of the example and of its folder.
-        doc: the module's, of which the first line is told.
+        name: name of the example and of its default folder.
+        doc: docstring of the module; its first line is the description.
         function: called with the options.
-        rows: the models.
-        chosen: of them, those that are trained by default; () for all.
-        seeds: how many.
-        tasks: if there are several.
+        rows: names of the models.
+        seeds: default number of seeds.
+        chosen: the models that are trained by default; () for all.
+        tasks: names of the tasks, if there are several.
     """
     parser = Parser(description=doc.partition("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("runs", name), help="folder of results")
     choices = ("tasks", "tasks", [*tasks], ()), ("rows", "models", [*rows], chosen)
-    for option, said, values, some in choices:
+    for option, noun, values, default in choices:
         if values:
             parser.add_argument(
-                f"--{option}", nargs="+", choices=values, action=Once, default=[*some] or values,
-                help=said + (f"; {' and '.join(some)} unless given" if some else ""),
+                f"--{option}", nargs="+", choices=values, action=Once, default=[*default] or values,
+                help=noun + (f"; {' and '.join(default)} unless given" if default else ""),
             )  # fmt: skip
     parser.add_argument(
-        "--seeds", type=at_least(1), default=seeds, help="how many at most, from 1 on"
+        "--seeds",
+        type=at_least(1),
+        default=seeds,
+        help="largest number of seeds of a model, from 1 on",
     )
 
     def begin(args: argparse.Namespace) -> None:
-        checkpoint.make_folder(args.out)  # not to find out after the data is read
+        checkpoint.make_folder(args.out)  # raise before the data is read
         function(args)
 
     parser.set_defaults(function=begin)
@@ -86,43 +89,43 @@ def make_parser(
 
 
 def add_sizes(parser: Parser) -> None:
-    """Add the sizes of trainings on the made-up language to an example's options."""
+    """Add options for the sizes of a training on the made-up language."""
     for name, value, text in (
-        ("pairs", 3000, "sentences to learn from"),
-        ("held-out", 300, "sentences to validate and to measure on"),
-        ("epochs", 10, "of each training"),
+        ("pairs", 3000, "training sentences"),
+        ("held-out", 300, "sentences of the validation set and of the test set"),
+        ("epochs", 10, "epochs of each training"),
         ("dim", 64, "features of words and of an encoder direction"),
     ):
         parser.add_argument(f"--{name}", type=at_least(1), default=value, help=text)
 
 
 class Trial:
-    """One model in training, or trained, and kept in a file of ``out``.
+    """The training and the test of one model, saved in a file in ``out``.
 
-    A step's batch must depend on the seed and the step's number alone.
+    The batch of a step must depend on the seed and the number of the step alone.
 
     Args:
-        out: the folder.
-        names: of the task if there are several, and of the model.
-        like: what must be the same for a kept training to go on.
-        asked: what must be the same for the kept results of a test to hold.
-        parts: modules with parameters to train, or with state alone, by name.
-        steps: how many.
-        options: of the optimizer, and the seed.
+        out: folder of the file.
+        names: names of the task, if there are several, and of the model.
+        settings: settings of the training; a saved training with other settings is an error.
+        test_settings: settings of the test; saved results with other settings are computed again.
+        parts: modules to train, or with buffers alone, by name.
+        steps: number of training steps.
+        options: the options of the optimizer, and the seed.
     """
 
     def __init__(
         self,
         out: Path,
         names: Sequence[str],
-        like: dict[str, Any],
-        asked: dict[str, Any],
+        settings: dict[str, Any],
+        test_settings: dict[str, Any],
         parts: dict[str, nn.Module],
         steps: int,
         options: Options,
     ):
-        self.names, self.like, self.asked, self.steps = names, like, asked, steps
-        self.modules, self.options = parts, options
+        self.names, self.settings, self.test_settings = names, settings, test_settings
+        self.modules, self.steps, self.options = parts, steps, options
         self.title = ", ".join([*names, f"seed {options.seed}"])
         stem = "-".join([*names, str(options.seed)]).replace(", ", "-").replace(" ", "-")
         self.path = path = out / f"{stem}.pt"
@@ -130,43 +133,44 @@ class Trial:
         decay = options.weight_decay
         self.optimizer = torch.optim.AdamW(self.parameters, weight_decay=decay, fused=True)
         self.step, self.found = 0, dict[str, Any]()
-        self.kept = {**parts, "optimizer": self.optimizer}
+        self.stateful = {**parts, "optimizer": self.optimizer}
         if not path.exists():
             return
-        kept = checkpoint.load(path)
+        saved = checkpoint.load(path)
         try:
-            began = dict(kept["like"])
-            differ = [x for x in like | began if like.get(x) != began.get(x)]
+            began = dict(saved["like"])
+            differ = [x for x in settings | began if settings.get(x) != began.get(x)]
             if not differ:
-                for name, part in self.kept.items():
-                    part.load_state_dict(kept[name])
-                self.step, self.found = int(kept["step"]), dict(kept["found"])
-                torch.set_rng_state(kept["random"])
+                for name, part in self.stateful.items():
+                    part.load_state_dict(saved[name])
+                self.step, self.found = int(saved["step"]), dict(saved["found"])
+                torch.set_rng_state(saved["random"])
         except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
             detail = first_line(error)[:60]
             raise InputError(f"{path}: expected what this example keeps, got: {detail}") from error
         if differ:
-            wanted, got = (
-                ", ".join(f"{x} {describe(of.get(x))}" for x in differ) for of in (like, began)
+            expected, got = (
+                ", ".join(f"{x} {describe(of.get(x))}" for x in differ) for of in (settings, began)
             )
             raise InputError(
-                f"{path}: expected {wanted}, got {got}: another --out keeps both trainings"
+                f"{path}: expected {expected}, got {got}: another --out keeps both trainings"
             )
 
     def save(self) -> None:
+        """Write the state of the training and the results of the test; raise if not finite."""
         if not all(p.isfinite().all() for p in self.parameters):
             raise InputError(
                 f"{self.title}: parameters must be finite, got others after step {self.step}"
             )
-        parts = {name: part.state_dict() for name, part in self.kept.items()}
-        rest = {x: getattr(self, x) for x in ("like", "step", "found")}
+        parts = {name: part.state_dict() for name, part in self.stateful.items()}
+        rest = {"like": self.settings, "step": self.step, "found": self.found}
         checkpoint.write(
             self.path,
             {"format": checkpoint.FORMAT, "random": torch.get_rng_state(), **parts, **rest},
         )
 
     def train(self, mode: bool = True) -> None:
-        """Put all modules in training mode, or in evaluation mode."""
+        """Set all modules to training mode, or to evaluation mode."""
         for part in self.modules.values():
             part.train(mode)
 
@@ -175,7 +179,7 @@ class Trial:
         raise NotImplementedError
 
     def learn(self) -> None:
-        """Train until the last step, from the step that was reached."""
+        """Train from the saved step to the last one."""
         self.train()
         saved = time.monotonic()
         with (
@@ -210,18 +214,18 @@ class Trial:
                     saved = time.monotonic()
 
     def test(self) -> None:
-        """Judge what is trained, unless that is kept."""
-        if self.found.get("asked") != self.asked:
+        """Evaluate the trained model, unless its results were saved."""
+        if self.found.get("asked") != self.test_settings:
             self.train(False)
-            self.found = {"asked": self.asked, **self.judge()}
+            self.found = {"asked": self.test_settings, **self.judge()}
             self.save()
 
     def judge(self) -> dict[str, Any]:
-        """Return what the tables tell of the model."""
+        """Return the measurements of the model in the tables, by name."""
         raise NotImplementedError
 
     def pictures(self) -> dict[str, bytes]:
-        """Return pictures of the model in evaluation mode, by what their files' names end with."""
+        """Return pictures of the model in evaluation mode, by the suffix of their file names."""
         return {}
 
 
@@ -234,10 +238,10 @@ def learn_all(
     table: Callable[[Sequence[T]], str],
     last: Callable[[Sequence[T]], str] = lambda _: "",
 ) -> None:
-    """Train and test models one after the other, and print a table of them.
+    """Train and test models one after the other, and print a table.
 
-    ``table.md`` is written after each, with pictures of the first seed; ``last`` returns the text
-    below the final table.
+    ``table.md`` is written after each model, with pictures of the first seed; ``last`` returns the
+    text below the final table.
     """
     done, text = list[T](), ""
     try:
@@ -260,7 +264,7 @@ def learn_all(
 
 
 def cost_table(models: Sequence[T], loss: Callable[[T], Tensor]) -> str:
-    """Return what a step of each row costs, forward and backward, in turns."""
+    """Return a table of the time and memory of a step of each model, forward and backward."""
     first = {name: ones[0] for name, ones in by_name(models).items()}
     for one in first.values():
         one.train()
@@ -272,7 +276,7 @@ def cost_table(models: Sequence[T], loss: Callable[[T], Tensor]) -> str:
 
 
 def by_name(trials: Sequence[T], place: int = 0) -> dict[str, list[T]]:
-    """Return models by one of their names, in the order in which they came."""
+    """Return models by one of their names, in their order."""
     found: dict[str, list[T]] = {}
     for one in trials:
         found.setdefault(one.names[place], []).append(one)
@@ -280,7 +284,7 @@ def by_name(trials: Sequence[T], place: int = 0) -> dict[str, list[T]]:
 
 
 def spread(values: Sequence[float], form: str) -> str:
-    """Return the mean over seeds, and the least and the most where there are several."""
+    """Return the mean over seeds, with minimum and maximum if there are several."""
     mean = f"{statistics.fmean(values):{form}}"
     if len(values) == 1:
         return mean

@@ -73,20 +73,20 @@ def write_language(directory: Path, args: argparse.Namespace) -> None:
 
 
 class Table(NamedTuple):
-    """Rows by name, each the options in which it differs, and what all rows of a table share.
+    """A table of trainings.
 
-    An option ``pairs`` is the number of training pairs, ``supervised`` whether their alignments are
-    learnt.
+    The option ``pairs`` of a row is the number of training pairs; ``supervised`` supervises
+    attention with their alignments. Other options are those of ``attnfast train``.
 
     Attributes:
-        rows: options by name.
-        seeds: how many trainings a row has.
-        write: writes the data; none for data that must be given.
+        rows: the options in which each row differs, by name.
+        seeds: number of trainings of a row.
+        write: writes the data; None for data that must be given.
         parts: names of the files of training, validation and test.
         languages: endings of the files of sources and targets.
         options: options of all rows, instead of the example's own sizes.
-        beam: of the search on the test set.
-        length_bins: largest number of source words of each bin but the last.
+        beam: beam of the search on the test set.
+        length_bins: the largest number of source words of each bin but the last.
     """
 
     rows: dict[str, Row]
@@ -228,7 +228,7 @@ TABLES = {
 
 
 def call(arguments: Sequence[str]) -> None:
-    """Run a command of attnfast; raise what it reports."""
+    """Run a command of attnfast; raise its errors."""
     parsed = cli._parser().parse_args(arguments)
     parsed.function(parsed)
 
@@ -241,7 +241,7 @@ def first_lines(source: Path, count: int, target: Path) -> str:
 
 
 class Trained(NamedTuple):
-    """A trained translator, its tokenizer and config, and measurements of it by name."""
+    """A trained translator, its tokenizer and config, and its measurements by name."""
 
     model: Any
     tokenizer: Any
@@ -305,7 +305,7 @@ def test(directory: Path, table: Table, data: Path) -> Trained:
 def measure_attention(
     model: Any, tokenizer: Any, pairs: Sequence[tuple[str, str]], links: Path
 ) -> dict[str, float]:
-    """Measure weights while the model reads true translations."""
+    """Measure attention weights under teacher forcing."""
     known: Sequence[Links] | None = None
     if links.exists() and tokenizer.kind == "word":
         known = read_alignments(str(links), pairs)
@@ -348,7 +348,7 @@ def write_table(done: Mapping[str, Sequence[Trained]], bins: Sequence[str]) -> s
 
 
 def cost_table(done: Mapping[str, Sequence[Trained]], table: Table, data: Path) -> str:
-    """Return what a training step of 32 pairs costs in each row, in turns."""
+    """Return a table of the time and memory of a training step of 32 pairs for each row."""
     pairs = read_pairs(*table.files(data, 2))
     pairs = sorted(pairs, key=lambda x: -len(x[0].split()))[:32]
     precision = (table.options or {}).get("precision", "float32")
@@ -402,10 +402,18 @@ def compare(args: argparse.Namespace) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = cli.Parser(description=__doc__.partition("\n")[0])
-    parser.add_argument("table", choices=TABLES, help="what is compared")
-    parser.add_argument("--rows", nargs="+", metavar="ROW", help="some of the table's rows")
-    parser.add_argument("--seeds", type=_experiment.at_least(1), help="how many; by the table")
-    parser.add_argument("--out", type=Path, default=Path("runs/ablations"), help="a folder")
+    parser.add_argument("table", choices=TABLES, help="the table to print")
+    parser.add_argument(
+        "--rows", nargs="+", metavar="ROW", help="rows of the table to train; all unless given"
+    )
+    parser.add_argument(
+        "--seeds",
+        type=_experiment.at_least(1),
+        help="number of seeds; by default that of the table",
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/ablations"), help="folder of results"
+    )
     parser.add_argument("--data", type=Path, help="folder of train, valid and test files")
     parser.add_argument("--tokenizer", choices=("word", "subword"), default="word")
     _experiment.add_sizes(parser)

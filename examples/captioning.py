@@ -1,23 +1,23 @@
-"""Show, attend and tell: pictures of handwritten digits, by several kinds of attention.
+"""Show, attend and tell: captions of scenes of handwritten digits, with several kinds of attention.
 
     python examples/captioning.py --out runs/captioning
 
-Scenes are those of ``scenes.py``, of scikit-learn's handwritten digits: every fifth is for the
-test. Models learn from scenes of 2 to 4 digits, after easier ones of 1 and 2. The models:
+``scenes.py`` makes scenes of scikit-learn's handwritten digits; every fifth digit is held out for
+the test. Training scenes have 2 to 4 digits, after easier ones of 1 and 2. The models:
 
     soft                     additive attention
-    no attention             the decoder knows the mean of the features alone
-    soft, doubly stochastic  learnt with a loss that asks it to look at all of a scene
-    hard                     one cell, drawn; learnt by REINFORCE
-    soft, shuffled           the first, its weights dealt out anew among the cells at the test
+    no attention             the decoder reads the mean of the features
+    soft, doubly stochastic  trained with a loss that spreads attention over the whole scene
+    hard                     attention to one sampled cell, trained by REINFORCE
+    soft, shuffled           the first, with its weights permuted among the cells in the test
 
-Of all it tells how many captions are exact, BLEU, the share of digits and relations that are
-right, and where the weights are while a digit is named: how often the largest is inside its box,
-and how much of the box the map covers; also for scenes of more digits than any that were learnt
-from; and what a step takes. What is trained is kept, so that the same command goes on after Ctrl-C,
-bit for bit. Tables and pictures of what is looked at go to --out.
+The tables have the share of exact captions, BLEU, the shares of correct digits and relations, and,
+for the words that name digits, how often the largest weight is inside the digit's box and the
+overlap of map and box, also for scenes of more digits than in training; and the cost of a step.
+After Ctrl-C the same command resumes the training, bit for bit. The tables, and pictures of the
+attention maps, are written to --out.
 
-By default the first two are trained, with one seed; --rows and --seeds ask for more.
+By default the first two models are trained, with one seed; --rows and --seeds select more.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ from attnfast.translate.cli import run
 from attnfast.translate.data import pad
 from attnfast.translate.trainer import Options
 
-LEARNT, MORE = (2, 3, 4), (5,)
-#: By the share of the steps until which scenes have so many digits.
-COURSE = {0.1: (1,), 0.4: (1, 2), 1.0: LEARNT}
+TRAIN_COUNTS, MORE = (2, 3, 4), (5,)
+#: The numbers of digits of training scenes, by the share of the steps up to which they apply.
+COURSE = {0.1: (1,), 0.4: (1, 2), 1.0: TRAIN_COUNTS}
 FEATURES, STRIDES = (16, 32, 64, 128), (1, 2, 2, 1)
 
 
@@ -74,8 +74,8 @@ class Row(NamedTuple):
     """A model of the table."""
 
     attention: str
-    stochastic: float = 0.0  # weight of the doubly stochastic loss, of its mean over cells
-    shuffled: bool = False  # whether it is tested with its weights shuffled too
+    stochastic: float = 0.0  # weight of the doubly stochastic loss, a mean over cells
+    shuffled: bool = False  # whether it is also tested with shuffled weights
 
 
 ROWS = {
@@ -97,7 +97,7 @@ class Example(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Images ``[B, 1, H, W]``, their sizes ``[B, 2]``, words before and after ``[B · N, T]``."""
+    """Images ``[B, 1, H, W]``, sizes ``[B, 2]``, inputs and targets of captions ``[B · N, T]``."""
 
     images: Tensor
     sizes: Tensor
@@ -106,7 +106,7 @@ class Batch(NamedTuple):
 
 
 class Digits:
-    """Handwritten digits by part, and scenes of them, made when they are asked for."""
+    """Handwritten digits of training and test, and scenes of them, which are made on request."""
 
     def __init__(self):
         found = optional("sklearn.datasets", "this example", "test").load_digits()
@@ -119,7 +119,7 @@ class Digits:
         self.made: dict[tuple[str, int, int], list[Example]] = {}
 
     def examples(self, part: str, count: int, many: int) -> list[Example]:
-        """Return so many scenes of ``count`` digits, a function of the arguments alone."""
+        """Return ``many`` scenes of ``count`` digits, a function of the arguments alone."""
         key = part, count, many
         if key not in self.made:
             made, title = list[Example](), f"drawing scenes of {count}"
@@ -134,7 +134,7 @@ class Digits:
 
 
 def gather(examples: Sequence[Example], chosen: Sequence[Sequence[list[int]]]) -> Batch:
-    """Put scenes, and the captions that are chosen of each, into a batch."""
+    """Return a batch of scenes with the captions chosen for each."""
     sizes = torch.tensor([x.scene.image.shape[1:] for x in examples])
     images = torch.zeros(len(examples), 1, *sizes.amax(0).tolist())
     for image, example, (height, width) in zip(images, examples, sizes.tolist()):
@@ -155,7 +155,7 @@ def decode(ids: Sequence[int]) -> str:
 
 
 class Shuffled(nn.Module):
-    """Attention whose weights are dealt out anew among the cells of an image, row by row."""
+    """Attention whose weights are randomly permuted among the cells of an image, row by row."""
 
     def __init__(self, attention: nn.Module):
         super().__init__()
@@ -165,7 +165,7 @@ class Shuffled(nn.Module):
         return self.attention.prepare(states, lengths, mask)
 
     def forward(self, state: Tensor, memory: Memory, need_weights: Any = False) -> Any:
-        """Attend from states ``[B, D]``."""
+        """Return contexts and permuted weights for states ``[B, D]``."""
         weights = self.attention(state, memory, need_weights=True)[1]  # [B, Tk]
         hidden = ~memory.mask.flatten(1)
         order = torch.rand(weights.shape).masked_fill(hidden, 2).argsort(-1)  # of those that exist
@@ -176,7 +176,7 @@ class Shuffled(nn.Module):
 
 
 def build(row: Row, dim: int) -> ShowAttendTell:
-    """Make a model with ``dim`` features of the decoder's states."""
+    """Return a model whose decoder states have ``dim`` features."""
     encoder = GridEncoder(1, FEATURES, STRIDES, place_scale=5.0)
     attention: nn.Module = MeanContext()
     if row.attention != "no attention":
@@ -189,16 +189,16 @@ def build(row: Row, dim: int) -> ShowAttendTell:
 class Tally(NamedTuple):
     """Sums over captions: see :class:`scenes.Judged`.
 
-    Of the ``named`` digits, those that are there, the largest weight was inside the box of
-    ``pointed``; ``covered`` is the sum of the intersections over unions.
+    Of the ``named`` digits, those whose values are correct, the largest weight was inside the box
+    of ``pointed``; ``covered`` is the sum of the intersections over unions.
     """
 
     scenes: int = 0
     exact: int = 0
     digits: int = 0
-    most: int = 0
+    num_digits: int = 0
     relations: int = 0
-    told: int = 0
+    num_relations: int = 0
     named: int = 0
     pointed: int = 0
     covered: float = 0.0
@@ -210,8 +210,8 @@ class Tally(NamedTuple):
         """Return percentages."""
         pairs = {
             "exact": (self.exact, self.scenes),
-            "digits": (self.digits, self.most),
-            "relations": (self.relations, self.told),
+            "digits": (self.digits, self.num_digits),
+            "relations": (self.relations, self.num_relations),
             "pointing": (self.pointed, self.named),
             "IoU": (self.covered, self.named),
         }
@@ -219,7 +219,7 @@ class Tally(NamedTuple):
 
 
 class Training(Trial):
-    """One model in training, or trained: a step's scenes depend on the seed and its number."""
+    """The training of one model; the scenes of a step depend on the seed and step alone."""
 
     def __init__(self, name: str, seed: int, digits: Digits, args: argparse.Namespace):
         self.digits, self.args = digits, args
@@ -232,14 +232,14 @@ class Training(Trial):
             args.out,
             [name],
             {"row": self.row._asdict(), **sizes},
-            {"test": args.test, "counts": [*LEARNT, *MORE], "ways": ways},
+            {"test": args.test, "counts": [*TRAIN_COUNTS, *MORE], "ways": ways},
             {"model": self.model, "reinforce": self.reinforce},
             args.steps,
             Options(batch_size=args.batch_size, learning_rate=2e-3, seed=seed),
         )
 
     def batch(self, step: int) -> Batch:
-        """Return the scenes of a step, with some captions of each."""
+        """Return the scenes of a step, with a number of captions of each."""
         draw = random.Random(f"{self.options.seed} {step}")
         counts = next(x for end, x in COURSE.items() if step < end * self.steps)
         pools = [self.digits.examples("train", x, self.args.scenes) for x in counts]
@@ -250,37 +250,37 @@ class Training(Trial):
         return self.loss_of(self.batch(step))
 
     def loss_of(self, batch: Batch) -> Tensor:
-        """Return the loss in nats a word."""
+        """Return the loss of a batch in nats per word."""
         stochastic, after = self.row.stochastic, batch.target_out
-        told = self.model(*batch[:3], need_weights=stochastic > 0)
+        output = self.model(*batch[:3], need_weights=stochastic > 0)
         if self.row.attention == "hard":
-            lost = F.cross_entropy(told.logits.mT, after, ignore_index=0, reduction="none").sum(-1)
-            drawn = told.history
+            logits, drawn = output.logits.mT, output.history
+            lost = F.cross_entropy(logits, after, ignore_index=0, reduction="none").sum(-1)
             each = self.reinforce(-lost, drawn.log_prob, drawn.entropy)
             return each * len(after) / (after != 0).sum()
-        loss = sequence_loss(told.logits, after)
+        loss = sequence_loss(output.logits, after)
         if stochastic:
-            cells = told.mask.flatten(1)
-            uneven = doubly_stochastic_loss(told.weights, cells) / cells.sum(-1)
+            cells = output.mask.flatten(1)
+            uneven = doubly_stochastic_loss(output.weights, cells) / cells.sum(-1)
             loss = loss + stochastic * uneven.mean()
         return loss
 
-    # ---- what it has learnt ---------------------------------------------------------------------
+    # ---- evaluation -----------------------------------------------------------------------------
 
     def judge(self) -> dict[str, Any]:
-        """Judge captions of scenes that were not learnt from, by the number of digits."""
+        """Measure captions of test scenes, by the number of digits."""
         found: dict[str, Any] = {}
-        ways = self.asked["ways"]
-        title, many = f"{self.title}, testing", len(ways) * len((*LEARNT, *MORE))
+        ways = self.test_settings["ways"]
+        title, many = f"{self.title}, testing", len(ways) * len((*TRAIN_COUNTS, *MORE))
         with stop_on_signal() as check, Progress(title, many, "number") as bar:
             for way in ways:
                 said, references = list[str](), list[list[str]]()
-                for count in (*LEARNT, *MORE):
+                for count in (*TRAIN_COUNTS, *MORE):
                     check()
                     drawn = self.digits.examples("test", count, self.args.test)
                     texts, weights = self.tell(drawn, way == "shuffled")
                     found[f"{way} {count}"] = list(self.judged(drawn, texts, weights))
-                    if count in LEARNT:
+                    if count in TRAIN_COUNTS:
                         said += texts
                         references += [[*map(decode, x.captions)] for x in drawn]
                     bar()
@@ -292,30 +292,30 @@ class Training(Trial):
     def tell(
         self, drawn: Sequence[Example], shuffled: bool = False
     ) -> tuple[list[str], Tensor | None]:
-        """Return captions, and the weights ``[B, T, R, C]`` of their words if there are any."""
+        """Return captions, and the weights ``[B, T, R, C]`` of their words, or None."""
         images, sizes, *_ = gather(drawn, [x.captions[:1] for x in drawn])
         decoder, own = self.model.decoder, self.model.decoder.attention
         try:
             if shuffled:
                 decoder.attention = Shuffled(own)
-                torch.manual_seed(0)  # all is learnt
+                torch.manual_seed(0)
             ids = greedy_search(self.model, images, sizes).best
             needs = self.row.attention != "no attention"
-            told = self.model(images, sizes, pad([[BOS, *x] for x in ids]), need_weights=needs)
+            output = self.model(images, sizes, pad([[BOS, *x] for x in ids]), need_weights=needs)
         finally:
             decoder.attention = own
-        weights = told.weights
+        weights = output.weights
         if weights is not None:
-            weights = weights.unflatten(-1, told.mask.shape[1:])
+            weights = weights.unflatten(-1, output.mask.shape[1:])
         return [decode(x) for x in ids], weights
 
     def judged(self, drawn: Sequence[Example], texts: list[str], weights: Tensor | None) -> Tally:
-        """Return what captions have right, and where weights are while digits are named."""
+        """Count the correct parts of captions, and the digits that the weights point at."""
         total, stride = Tally(), self.model.encoder.stride
         for i, ((scene, _), text) in enumerate(zip(drawn, texts)):
             right, said = judge(scene, text), parse(text)
             total = total.plus((1, *right[:5], 0, 0, 0))
-            for word, place in zip(said.digits if said else (), right.meant):
+            for word, place in zip(said.digits if said else (), right.matches):
                 if weights is None or place is None or word.value != scene.digits[place].value:
                     continue
                 box, row = scene.digits[place].box, weights[i, word.place]
@@ -325,7 +325,7 @@ class Training(Trial):
         return total
 
     def maps(self, weights: Tensor, scene: Scene) -> Tensor:
-        """Bring weights ``[T, R, C]`` to a scene's size."""
+        """Resize weights ``[T, R, C]`` to the size of a scene's image."""
         (height, width), stride = scene.image.shape[1:], self.model.encoder.stride
         rows, columns = -(-height // stride), -(-width // stride)
         of_cells = weights[None, :, :rows, :columns]
@@ -335,8 +335,8 @@ class Training(Trial):
         return F.pad(large, edge, mode="replicate")[0]
 
     def pictures(self) -> dict[str, bytes]:
-        """Draw what is looked at in the first caption that is exact, and the first that is not."""
-        drawn = self.digits.examples("test", max(LEARNT), self.args.test)
+        """Draw the maps of the first exact caption and of the first that is not exact."""
+        drawn = self.digits.examples("test", max(TRAIN_COUNTS), self.args.test)
         texts, weights = self.tell(drawn)
         shown = dict[str, bytes]()
         if weights is None:
@@ -355,7 +355,7 @@ class Training(Trial):
 
 
 def tallies(trained: Sequence[Training]) -> dict[str, tuple[str, list[dict[str, Any]]]]:
-    """Return, by the table's names, how a model was tested and what was found for each seed."""
+    """Return for each row of the table the test and its results for each seed."""
     each = by_name(trained)
     rows = {name: ("own", [x.found for x in models]) for name, models in each.items()}
     for name, models in each.items():
@@ -365,21 +365,21 @@ def tallies(trained: Sequence[Training]) -> dict[str, tuple[str, list[dict[str, 
 
 
 def table(trained: Sequence[Training]) -> str:
-    """Return the tables of all models that are trained."""
+    """Return the tables of all trained models."""
     names = ["exact", "digits", "relations", "pointing", "IoU"]
-    first = f"{min(LEARNT)} to {max(LEARNT)} digits"
+    first = f"{min(TRAIN_COUNTS)} to {max(TRAIN_COUNTS)} digits"
     lines = [f"| {first} | seeds | {', % | '.join(names)}, % | BLEU |", f"|---|{'--:|' * 7}"]
-    heads = [f"{n}: exact, digits, pointing, %" for n in (*LEARNT, *MORE)]
+    heads = [f"{n}: exact, digits, pointing, %" for n in (*TRAIN_COUNTS, *MORE)]
     more = [f"| by digits | {' | '.join(heads)} |"]
-    more.append(f"|---|{'--:|' * len((*LEARNT, *MORE))}")
+    more.append(f"|---|{'--:|' * len((*TRAIN_COUNTS, *MORE))}")
     for name, (way, found) in tallies(trained).items():
         sums = [Tally() for _ in found]
-        for count in LEARNT:
+        for count in TRAIN_COUNTS:
             sums = [x.plus(y[f"{way} {count}"]) for x, y in zip(sums, found)]
         cells = [shown(sums, x) for x in names] + [spread([x[f"{way} BLEU"] for x in found], ".1f")]
         lines.append(f"| {name} | {len(found)} | {' | '.join(cells)} |")
         cells = []
-        for count in (*LEARNT, *MORE):
+        for count in (*TRAIN_COUNTS, *MORE):
             each = [Tally(*x[f"{way} {count}"]) for x in found]
             cells.append(", ".join(shown(each, x, False) for x in ("exact", "digits", "pointing")))
         more.append(f"| {name} | {' | '.join(cells)} |")
@@ -387,7 +387,7 @@ def table(trained: Sequence[Training]) -> str:
 
 
 def shown(sums: Sequence[Tally], name: str, span: bool = True) -> str:
-    """Return the mean of a percentage, and its span; a dash if nothing was looked at."""
+    """Return the mean of a percentage, and its range; a dash for a model without attention."""
     if name in ("pointing", "IoU") and not any(x.named for x in sums):
         return "–"
     values = [x.shares()[name] for x in sums]
@@ -406,7 +406,7 @@ def compare(args: argparse.Namespace) -> None:
 
 
 def cost(trained: Sequence[Training]) -> str:
-    """Return what a step costs, of the same scenes."""
+    """Return a table of the costs of a step on the same scenes."""
     batch = trained[0].batch(trained[0].steps - 1)
     return cost_table(trained, lambda one: one.loss_of(batch))
 
@@ -415,14 +415,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen = ["soft", "no attention"]
     parser = make_parser("captioning", __doc__, compare, ROWS, seeds=1, chosen=chosen)
     count = at_least(1)
-    parser.add_argument("--steps", type=count, default=2400, help="of each training")
+    parser.add_argument("--steps", type=count, default=2400, help="steps of each training")
     parser.add_argument("--batch-size", type=count, default=64, help="scenes in a step")
-    parser.add_argument("--captions", type=count, default=2, help="of each scene of a step")
-    parser.add_argument("--scenes", type=count, default=4000, help="of each number to learn from")
+    parser.add_argument(
+        "--captions", type=count, default=2, help="captions of each scene in a step"
+    )
+    parser.add_argument(
+        "--scenes", type=count, default=4000, help="training scenes of each number of digits"
+    )
     parser.add_argument(
         "--dim", type=at_least(2), default=128, help="features of the decoder's states"
     )
-    parser.add_argument("--test", type=count, default=200, help="scenes of each number to test on")
+    parser.add_argument(
+        "--test", type=count, default=200, help="test scenes of each number of digits"
+    )
     return run(parser, argv)
 
 

@@ -3,15 +3,14 @@
     python examples/e2e.py FOLDER --out runs/e2e
 
 FOLDER holds devset.csv and testset_w_refs.csv of the E2E challenge (Novikova et al., 2017,
-https://github.com/tuetschek/e2e-dataset, CC BY-SA 4.0). Half of the names that are asked for in the
-test never occur in the training. Four models are trained, with and without copying and coverage,
-resumable; a table compares them:
+https://github.com/tuetschek/e2e-dataset, CC BY-SA 4.0). Half of the names in the test do not occur
+in training. Four models are trained, with and without copying and coverage; their trainings can be
+resumed. A table compares them:
 
-    BLEU         of sacrebleu, every description the others of whose list are its references too
-    names right  share of the lists whose name is in the description as it stands in the list, and
-                 of those whose name is new
-    repeated     share of the words that stand in a triple of words that occurred before in the
-                 same description
+    BLEU         of sacrebleu, with all descriptions of a list as references
+    names right  share of the lists whose name is in the description as in the list; of all lists,
+                 and of those with a new name
+    repeated     share of words in a trigram that occurred earlier in the same description
 """
 
 from __future__ import annotations
@@ -40,12 +39,12 @@ Pairs = list[tuple[str, str]]
 
 
 def split(text: str) -> str:
-    """Put blanks around punctuation."""
+    """Separate words and punctuation by blanks."""
     return " ".join(re.findall(r"\w+(?:['’-]\w+)*|[^\w\s]", text))
 
 
 def read(path: Path) -> Pairs:
-    """Read attribute lists and descriptions, words apart."""
+    """Read attribute lists and descriptions, split into words."""
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             rows = [(split(row["mr"]), split(row["ref"])) for row in csv.DictReader(file)]
@@ -61,12 +60,12 @@ def read(path: Path) -> Pairs:
 
 
 def name_of(attributes: str) -> str:
-    """Return the name that a list asks for."""
+    """Return the name in an attribute list."""
     return attributes.partition("name [ ")[2].partition(" ]")[0]
 
 
 def score(outputs: dict[str, str], test: Pairs, known: set[str]) -> dict[str, float]:
-    """Compare a description of every list with all that people wrote for it."""
+    """Score a generated description of every list against all its references."""
     sacrebleu = optional("sacrebleu", "this example")
     references: dict[str, list[str]] = {}
     for attributes, description in test:
@@ -90,7 +89,7 @@ def score(outputs: dict[str, str], test: Pairs, known: set[str]) -> dict[str, fl
 
 
 def learn(args: argparse.Namespace, attention: str, copying: bool) -> dict[str, float]:
-    """Train a model, or go on with its training; describe the test's lists; score."""
+    """Train a model or continue its training; return the scores of its test descriptions."""
     train, test = (read(args.data / file) for file in ("devset.csv", "testset_w_refs.csv"))
     lists = list(dict.fromkeys(x for x, _ in train))
     held = set(lists[::13])
@@ -121,10 +120,10 @@ def learn(args: argparse.Namespace, attention: str, copying: bool) -> dict[str, 
     trainer.run()
     best = directory / "best.pt"
     _, model, tokenizer = checkpoint.restore(checkpoint.load(best), name=best)
-    asked = list(dict.fromkeys(x for x, _ in test))
-    with Progress("describing", len(asked), "list") as progress:
-        found = translate(model, tokenizer, asked, progress=progress)
-    outputs = {x: translation.text for x, translation in zip(asked, found)}
+    lists = list(dict.fromkeys(x for x, _ in test))
+    with Progress("describing", len(lists), "list") as progress:
+        found = translate(model, tokenizer, lists, progress=progress)
+    outputs = {x: translation.text for x, translation in zip(lists, found)}
     lines = "".join(f"{x}\t{y}\n" for x, y in outputs.items())
     checkpoint.write_atomically(directory / "test.txt", lines.encode())
     return score(outputs, test, {name_of(x) for x, _ in train + valid})
@@ -153,7 +152,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("data", type=Path, help="folder of devset.csv and testset_w_refs.csv")
     parser.add_argument("--out", type=Path, default=Path("runs/e2e"), help="folder of checkpoints")
     parser.add_argument("--epochs", type=int, default=15)
-    parser.add_argument("--vocab-size", type=int, default=500, help="most frequent words to know")
+    parser.add_argument("--vocab-size", type=int, default=500, help="size of the vocabulary")
     parser.add_argument("--seed", type=int, default=1)
     parser.set_defaults(function=compare)
     return run(parser, argv)

@@ -1,21 +1,23 @@
-"""Whether attention explains: a classifier of film reviews and a translator, three seeds each.
+"""Test whether attention explains decisions of a classifier of film reviews and a translator.
 
-    python examples/faithfulness.py FOLDER --out runs/explanation
+    python examples/explanation.py FOLDER --out runs/explanation
 
 FOLDER holds pos.txt.gz and neg.txt.gz, the sentence polarity data of Pang and Lee (ACL 2005); every
-tenth sentence is for the test. Classifiers that pool the states of a GRU by additive attention, by
-their mean and by their maximum are trained on it, and translators with Bahdanau's attention on the
-demo's grammar. What is trained is kept, so that the same command goes on after Ctrl-C. The tables:
+tenth sentence is held out for the test. Classifiers that pool the states of a GRU by additive
+attention, by their mean and by their maximum are trained on it, and translators with Bahdanau's
+attention on the demo's grammar, with three seeds each. After Ctrl-C the same command continues. The
+tables:
 
     accuracy     of each pooling
-    τ            Kendall's, of each prediction, between attention and two measures of importance
-    permuted     how far the output moves when the weights are shuffled
-    adversarial  how different weights can be that leave the output as it is; beside it what another
-                 seed's attention differs, and that of a model trained to look elsewhere
+    τ            Kendall's, for each prediction, between attention and two measures of importance
+    permuted     change of the output if the weights are shuffled
+    adversarial  divergence of weights that hardly change the output; for comparison, of another
+                 seed's attention and of models trained to have different attention
     erasure      share of the keys to erase before the decision changes, by ranking
-    linked       share of target words of which the largest is at a source word that it translates
+    linked       share of target words for which the largest value is at a source word that they
+                 translate
 
-A number is the mean over the seeds, with the least and the most in brackets.
+Numbers are means over the seeds, with minimum and maximum in brackets.
 """
 
 from __future__ import annotations
@@ -54,9 +56,9 @@ from attnfast.translate.trainer import Options, Trainer
 SEEDS = 1, 2, 3
 EPOCHS = {"classifier": 4, "translator": 10}
 EPSILONS = 0.01, 0.05
-#: Weights of the divergence in the loss of a model that is to decide as another does.
+#: Weights of the divergence in the loss of a model trained to give the same decisions as another.
 ELSEWHERE = 0.0, 1.0
-#: Of a target's words one in so many is looked at.
+#: One in EVERY words of a target is evaluated.
 EVERY = 4
 PAIRS = {
     "attention, gradient × input": ("attention", "gradient × input"),
@@ -65,12 +67,12 @@ PAIRS = {
     "gradient × input, leave-one-out": ("gradient × input", "leave-one-out"),
 }
 RANKINGS = "attention", "gradient", "gradient × attention", "random"
-#: Of a row: where classes of the largest weight end.
+#: Bounds of the classes of a row's largest weight.
 LARGEST = 0.0, 0.1, 0.2, 0.5, 1.0
 
 
 class Predictions(NamedTuple):
-    """A batch of them; ``linked [B, n]``, the words that are translated, if there are such."""
+    """A batch of predictions; ``linked [B, n]`` marks the translated source words, if known."""
 
     reader: faithfulness.Reader
     embedded: Tensor
@@ -79,7 +81,7 @@ class Predictions(NamedTuple):
 
 
 class Found(NamedTuple):
-    """Numbers of all predictions by name, ``[N]``; their weights and outputs, batch by batch."""
+    """Measures of all predictions by name, ``[N]``; their weights and outputs by batch."""
 
     numbers: dict[str, Tensor]
     weights: list[Tensor]
@@ -90,7 +92,7 @@ class Found(NamedTuple):
 
 
 def read(folder: Path) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
-    """Return sentences and classes to train on and to test on."""
+    """Return sentences and classes of the training set and of the test set."""
     parts: tuple[list, list] = [], []
     for label, name in enumerate(("neg", "pos")):
         lines = [x for x in read_lines(folder / f"{name}.txt.gz") if x]
@@ -101,7 +103,7 @@ def read(folder: Path) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
     return parts
 
 
-def together(examples: Sequence[Example]) -> tuple[Tensor, Tensor, Tensor]:
+def collate_reviews(examples: Sequence[Example]) -> tuple[Tensor, Tensor, Tensor]:
     """Return words ``[B, n]``, lengths and classes."""
     words = pad([x.source for x in examples])
     lengths = torch.tensor([len(x.source) for x in examples])
@@ -109,7 +111,7 @@ def together(examples: Sequence[Example]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class Reviews:
-    """The data as word ids, and classifiers of it."""
+    """The reviews as word ids, and the training of classifiers."""
 
     def __init__(self, args: argparse.Namespace):
         train, test = read(args.data)
@@ -120,17 +122,18 @@ class Reviews:
             for part in (train, test)
         )
         self.groups = [
-            together(sorted(self.test, key=lambda x: len(x.source))[i : i + 64])
+            collate_reviews(sorted(self.test, key=lambda x: len(x.source))[i : i + 64])
             for i in range(0, len(self.test), 64)
         ]
 
     def learn(
         self, seed: int, pooling: str, base: Classifier | None = None, elsewhere: float = 0.0
     ) -> Classifier:
-        """Train a classifier, or take the one that is kept.
+        """Train a classifier, or load the saved one.
 
-        With a ``base`` it is to decide as that does, and to look elsewhere: its loss is the total
-        variation of the output, less ``elsewhere`` times the divergence of the weights.
+        With a ``base`` it is trained to give the same decisions with different attention: its loss
+        is the total variation of the output minus ``elsewhere`` times the divergence of the
+        weights.
         """
         name = pooling if base is None else f"like attention, elsewhere {elsewhere:g}"
         path = self.args.out / f"classifier-{name.replace(', ', '-').replace(' ', '-')}-{seed}.pt"
@@ -165,14 +168,14 @@ class Reviews:
         return model.eval()
 
     def _loss(self, model, group, base: Classifier | None, elsewhere: float) -> Tensor:
-        words, lengths, labels = together(group)
+        words, lengths, labels = collate_reviews(group)
         if base is None:
             return nn.functional.cross_entropy(model(words, lengths), labels)
         logits, weights = model.read(model.embed(words), lengths)()
         with torch.no_grad():
-            wanted, others = base.read(base.embed(words), lengths)()
-        apart = total_variation(logits.softmax(-1), wanted.softmax(-1))
-        return (apart - elsewhere * jensen_shannon(weights, others)).mean()
+            expected, others = base.read(base.embed(words), lengths)()
+        distance = total_variation(logits.softmax(-1), expected.softmax(-1))
+        return (distance - elsewhere * jensen_shannon(weights, others)).mean()
 
     @torch.no_grad()
     def accuracy(self, model: Classifier) -> float:
@@ -190,7 +193,7 @@ class Reviews:
 
 
 class Grammar:
-    """Sentences of the demo's grammar, and translators of it."""
+    """Sentences of the demo's grammar, and the training of translators."""
 
     def __init__(self, args: argparse.Namespace):
         drawn = aligned_corpus(1, args.pairs + 2 * args.test)
@@ -200,7 +203,7 @@ class Grammar:
         self.tokenizer = WordTokenizer.train(text for x in self.train for text in x.pair)
 
     def learn(self, seed: int):
-        """Train a translator, or go on with its training."""
+        """Train a translator, or continue its training."""
         directory = self.args.out / f"translator-{seed}"
         checkpoint.make_folder(directory)
         options = Options(EPOCHS["translator"], 32, 3e-3, seed=seed)
@@ -221,7 +224,7 @@ class Grammar:
         return model.eval()
 
     def predictions(self, model) -> Iterator[Predictions]:
-        """Group words by their place, so that all have as many words before them."""
+        """Yield batches of words with the same index, so that all have as many previous words."""
         examples, _ = encode_pairs(self.tokenizer, [x.pair for x in self.test], 1000)
         longest = max(len(x.target) for x in examples)
         for i in range(longest):
@@ -244,7 +247,7 @@ class Grammar:
 
 
 def study(name: str, groups: Sequence[Predictions], seed: int) -> Found:
-    """Measure all predictions."""
+    """Return the measures of all predictions."""
     rows: list[dict[str, Tensor]] = []
     all_weights, outputs = [], []
     with Progress(name, len(groups), "batch") as progress:
@@ -285,23 +288,23 @@ def study(name: str, groups: Sequence[Predictions], seed: int) -> Found:
     return Found(numbers, all_weights, outputs)
 
 
-def apart(a: Found, b: Found) -> tuple[Tensor, Tensor]:
-    """Return of each prediction how far two models' weights are apart, and their outputs."""
+def compare_models(a: Found, b: Found) -> tuple[Tensor, Tensor]:
+    """Return the divergence of two models' weights and the distance of their outputs."""
     return (
         torch.cat([jensen_shannon(x, y) for x, y in zip(a.weights, b.weights)]),
         torch.cat([total_variation(x, y) for x, y in zip(a.outputs, b.outputs)]),
     )
 
 
-def look(groups: Sequence[Predictions]) -> Found:
-    """Return weights and outputs alone."""
+def predict(groups: Sequence[Predictions]) -> Found:
+    """Return the weights and outputs of all predictions, without measures."""
     with torch.no_grad():
         pairs = [reader(x, lengths)() for reader, x, lengths, _ in groups]
     return Found({}, [w for _, w in pairs], [logits.softmax(-1) for logits, _ in pairs])
 
 
 def spread(values: Sequence[float], form: str = ".2f") -> str:
-    """Return the mean over seeds, and the least and the most."""
+    """Return the mean over seeds, with minimum and maximum."""
     if any(x != x for x in values):
         return "–"
     mean = sum(values) / len(values)
@@ -327,7 +330,7 @@ def ranks(name: str, models: Sequence[dict[str, Tensor]]) -> Iterator[list[str]]
 
 
 def shuffled(name: str, models: Sequence[dict[str, Tensor]]) -> Iterator[list[str]]:
-    """Yield the rows of permuted weights; a median is of ten predictions at least."""
+    """Yield the rows of permuted weights; a median is over at least ten predictions."""
     for low, high in pairwise(LARGEST):
         inside = [(low < x["largest"]) & (x["largest"] <= high) for x in models]
         moved = [x["permuted"][some] for x, some in zip(models, inside)]
@@ -339,7 +342,7 @@ def shuffled(name: str, models: Sequence[dict[str, Tensor]]) -> Iterator[list[st
 def different(
     name: str, models: Sequence[dict[str, Tensor]], others: dict[str, list[tuple[Tensor, Tensor]]]
 ) -> Iterator[list[str]]:
-    """Yield the rows of other weights: found, of other models, and the bound."""
+    """Yield the rows of different weights: adversarial ones, the bound, those of other models."""
     for epsilon in EPSILONS:
         found = [x[f"ε = {epsilon:g}"] for x in models]
         shares = [median(x / y["bound"]) for x, y in zip(found, models)]
@@ -362,7 +365,7 @@ def erased(name: str, models: Sequence[dict[str, Tensor]]) -> Iterator[list[str]
 def report(
     found: dict[str, list[Found]], others: dict[str, dict[str, list[tuple[Tensor, Tensor]]]]
 ) -> None:
-    """Print the tables; ``others`` are, by model, how far others' weights and outputs are."""
+    """Print the tables; ``others`` has, by model, the distances of other models."""
     numbers = {name: [x.numbers for x in models] for name, models in found.items()}
 
     def rows(function: Callable[..., Iterator[list[str]]]) -> list[list[str]]:
@@ -411,13 +414,17 @@ def _compare(args: argparse.Namespace) -> None:
                 copy = reviews.learn(seed, pooling, model, elsewhere)
                 name = "trained to decide alike" + ", and to look elsewhere" * bool(elsewhere)
                 accuracies.setdefault(f"attention, {name}", []).append(reviews.accuracy(copy))
-                far = apart(found["classifier"][-1], look(list(reviews.predictions(copy))))
+                far = compare_models(
+                    found["classifier"][-1], predict(list(reviews.predictions(copy)))
+                )
                 others["classifier"].setdefault(name, []).append(far)
         log(f"translator, seed {seed}")
         groups = list(grammar.predictions(grammar.learn(seed)))
         found["translator"].append(study(f"translator, seed {seed}", groups, seed))
     for name, models in found.items():
-        others[name]["of another seed"] = [apart(*pair) for pair in combinations(models, 2)]
+        others[name]["of another seed"] = [
+            compare_models(*pair) for pair in combinations(models, 2)
+        ]
     rows = [[pooling, spread(values, ".1f")] for pooling, values in accuracies.items()]
     table("accuracy", ["pooling", "accuracy"], rows)
     report(found, others)
@@ -429,8 +436,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--out", type=Path, default=Path("runs/explanation"), help="folder of checkpoints"
     )
-    parser.add_argument("--pairs", type=int, default=3000, help="of the translators to learn from")
-    parser.add_argument("--test", type=int, default=300, help="pairs to study translators on")
+    parser.add_argument("--pairs", type=int, default=3000, help="training pairs of the translators")
+    parser.add_argument("--test", type=int, default=300, help="test pairs of the translators")
     parser.add_argument("--dim", type=int, default=64, help="features of words and states")
     parser.set_defaults(function=compare)
     return run(parser, argv)

@@ -1,4 +1,4 @@
-"""Watch attention learn: statistics, gradients and the weights of one sentence, by epoch.
+"""Record attention in training: statistics, gradients and the weights of one sentence, by epoch.
 
     python examples/learning.py --out runs/learning
 
@@ -7,7 +7,7 @@ each training records:
 
     entropy, largest, diagonality    means over the rows of attention on the validation set
     gradient_1 … gradient_5          norm of the loss's gradient at an encoder state, by fifths of
-                                     the source, over the mean of all states: 1 is any state's
+                                     the source, relative to the mean over all states
 
 The pictures are drawn from these logs: `statistics.png`, `gradients.png`, and for each decoder
 `weights-NAME.png`, the weights of one sentence before the training and after some epochs.
@@ -49,7 +49,7 @@ MAPS = 6  # of one sentence
 
 
 def state_gradients(model: Seq2Seq, examples: Sequence[Example]) -> dict[str, float]:
-    """Return the gradient norm at encoder states by fifths of the source, over their mean."""
+    """Return the gradient norms at encoder states by fifths of the source, over their mean."""
     sums, counts = torch.zeros(FIFTHS), torch.zeros(FIFTHS)
     kept: list[Tensor] = []
 
@@ -80,7 +80,7 @@ def state_gradients(model: Seq2Seq, examples: Sequence[Example]) -> dict[str, fl
 
 @torch.no_grad()
 def weights_of(model: Seq2Seq, example: Example) -> Tensor:
-    """Return the weights ``[T, Tk]`` of one sentence, while the model reads its translation."""
+    """Return the weights ``[T, Tk]`` of one sentence under teacher forcing."""
     batch, training = collate([example]), model.training
     model.eval()
     weights = model(batch.source, batch.lengths, batch.target_in, need_weights=True).weights[0]
@@ -140,7 +140,7 @@ def _png(figure: Any) -> bytes:
 
 
 def draw_maps(kept: dict[str, Any], source: Sequence[str], target: Sequence[str]) -> bytes:
-    """Draw the weights of one sentence, the first epochs and the last."""
+    """Draw the weights of one sentence in the first epochs and in the last."""
     Figure = optional("matplotlib.figure", "a picture").Figure
     epochs = sorted(int(x) for x in kept if x.isdigit())
     chosen = [*epochs[: MAPS - 1], *epochs[-1:]] if len(epochs) > MAPS else epochs

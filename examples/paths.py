@@ -1,4 +1,4 @@
-"""Why attention shortens the path: whether a word's loss reaches the word that it translates.
+"""Attention shortens the path: the gradient of a word's loss at the word that it translates.
 
     attnfast corpus data
     for attention in initial none general bahdanau; do
@@ -7,13 +7,14 @@
     python examples/paths.py models/*/best.pt --source data/test.en --target data/test.de \\
         --alignments data/test.links
 
-Without attention, a source word reaches a decoder by the encoder's steps from it to the nearer end
-of the source. If only the decoder's initial state depends on the source, it reaches the i-th target
-word by i decoder steps more. The loss of each target word has a gradient with respect to every
-embedded source word. Two tables have its norm at the word that the target word translates, divided
-by the mean over the words of the source, by encoder steps and by the target word's index: 1 is the
-value of any word. In the last table no gradient passes through the decoder state before the target
-word; it has the norm at the aligned words, divided by the norm with all gradients.
+Without attention, the path from a source word to the decoder has as many encoder steps as there are
+words from it to the nearer end of the source. If only the decoder's initial state depends on the
+source, the path to the i-th target word also has i decoder steps. The loss of each target word has
+a gradient with respect to every embedded source word. Two tables have its norm at the word that the
+target word translates, divided by the mean over the words of the source, by encoder steps and by
+the target word's index: 1 is the value of an average word. For the last table no gradient passes
+through the decoder state before the target word; it has the norm at the aligned words, divided by
+the norm with all gradients.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from attnfast.translate.data import (
     read_pairs,
 )
 
-#: What words are grouped by, and how many values are a column.
+#: The quantities by which words are grouped, and the number of values in a column.
 GROUPS = {"encoder steps": 3, "target index": 5}
 COLUMNS = 5
 
@@ -53,9 +54,9 @@ class Norms(NamedTuple):
 
     Attributes:
         norm: ``[B, Tk]``, at the embedded source words.
-        direct: ``[B, Tk]``, without the decoder's past.
-        linked: ``[B, Tk]``, whether the target word translates a source word.
-        index: of the target word.
+        direct: ``[B, Tk]``, without gradients through the earlier decoder states.
+        linked: ``[B, Tk]``, the source words that the target word translates.
+        index: index of the target word.
     """
 
     norm: Tensor
@@ -65,7 +66,7 @@ class Norms(NamedTuple):
 
 
 def detach(state: Any) -> Any:
-    """Return a state that does not pass gradients on."""
+    """Return a state that passes no gradients to earlier steps."""
     if hasattr(state, "_fields"):
         return type(state)(*map(detach, state))
     return state.detach() if isinstance(state, Tensor) else state
@@ -94,7 +95,7 @@ def gradient_norms(model: Seq2Seq, batch: Batch) -> Iterator[Norms]:
 def measure(
     model: Seq2Seq, examples: Sequence, batch_size: int = 32
 ) -> tuple[dict[str, list[float]], float]:
-    """Return the mean ratios of each column by name of a group, and the direct share."""
+    """Return the mean ratios of the columns of each group, and the direct share."""
     sums = {name: torch.zeros(2, COLUMNS) for name in GROUPS}
     direct = whole = 0.0
     for first in range(0, len(examples), batch_size):
@@ -138,7 +139,7 @@ def draw(path: Path, found: dict[str, list[tuple[dict[str, list[float]], float]]
 
 
 def compare(args: argparse.Namespace) -> None:
-    """Print a table by encoder steps, one by target index, and one without the decoder's past."""
+    """Print tables by encoder steps, by target index, and of the direct share."""
     pairs = read_pairs(args.source, args.target)
     links: Sequence[Links] = read_alignments(args.alignments, pairs)
     found = defaultdict(list)
@@ -165,7 +166,9 @@ def compare(args: argparse.Namespace) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(description=__doc__.partition("\n")[0])
-    parser.add_argument("checkpoints", nargs="+", help="of models to compare; seeds are averaged")
+    parser.add_argument(
+        "checkpoints", nargs="+", help="checkpoints of the models; seeds are averaged"
+    )
     parser.add_argument("--source", required=True, metavar="FILE", help="one sentence per line")
     parser.add_argument("--target", required=True, metavar="FILE", help="its translation")
     parser.add_argument("--alignments", required=True, metavar="FILE", help="such as 0-0 1-2")

@@ -2,20 +2,20 @@
 
     python examples/pointers.py --out runs/pointers
 
-Sets are drawn at random, n numbers or n points of the unit square; models learn from sets of 5 to
-10 and are tested on these and on larger ones. Numbers are to be pointed at from the smallest to the
-largest; the hull's corners counter-clockwise, from the one that comes first among the points. The
-models:
+Sets of n numbers or of n points of the unit square are drawn at random. Models are trained on sets
+of 5 to 10 items and tested on these and on larger sets. Pointers must give the numbers from the
+smallest to the largest, and the corners of the hull counter-clockwise, from the one that comes
+first among the points. The models:
 
-    pointing              attnfast.nn.PointerNetwork: the weights of its attention are the answer
-    naming                the same, but an output layer names a place from 1 to 10
-    naming, no attention  the same, of the decoder's state alone
+    pointing              attnfast.nn.PointerNetwork: its attention weights are the output
+    naming                an output layer that reads state and context gives a position from 1 to 10
+    naming, no attention  an output layer that reads the decoder's state alone
 
-Of all it tells by n how many answers are right: all of a sorted list, or a polygon with the hull's
-corners. Of numbers it tells also how many places of the list are right; of hulls, how much of the
-area valid polygons cover and how many polygons are not valid, for their edges cross or there are
-none. What is trained is kept, so that the same command goes on after Ctrl-C, bit for bit. Tables
-and pictures of hulls go to --out.
+The tables have, by n, the share of correct answers: a sorted list, or a valid polygon with the
+corners of the hull; for numbers also the share of correct positions; for hulls the area that valid
+polygons cover, and the share of polygons that are not valid, because edges cross or there are fewer
+than three corners. After Ctrl-C the same command resumes the training, bit for bit. The tables, and
+pictures of hulls, are written to --out.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from attnfast.nn import Memory, PointerNetwork
 from attnfast.translate.cli import run
 from attnfast.translate.trainer import Options
 
-LEARNT, TESTED = range(5, 11), (5, 7, 10, 15, 20)
+TRAIN_SIZES, TEST_SIZES = range(5, 11), (5, 7, 10, 15, 20)
 
 
 # ---- tasks --------------------------------------------------------------------------------------
@@ -51,14 +51,14 @@ def sort(items: Tensor) -> Tensor:
 
 
 def turn(a: Any, b: Any) -> Any:
-    """Return above 0 where the vector b points to the left of a, below 0 where to its right."""
+    """Return a number above 0 where the vector b is to the left of a, below 0 to its right."""
     return a[..., 0] * b[..., 1] - a[..., 1] * b[..., 0]
 
 
 def hull(points: Tensor) -> Tensor:
     """Return pointers at the corners of the hulls of ``points [B, N, 2]``, and the end.
 
-    From i to j is an edge if all other points are to the left.
+    The line from i to j is an edge if all other points are to its left.
     """
     B, N, _ = points.shape
     points = points.double()
@@ -81,7 +81,7 @@ def area(polygon: Tensor) -> float:
 
 
 def is_simple(polygon: Tensor) -> bool:
-    """Whether ``polygon [K, 2]``, of different points, has corners enough and no edges cross."""
+    """Return whether a polygon ``[K, 2]`` has at least three corners and no crossing edges."""
     K = len(polygon)
     edges = list(zip(polygon, polygon.roll(-1, 0)))
 
@@ -96,30 +96,32 @@ def is_simple(polygon: Tensor) -> bool:
 
 
 def chosen(pointers: Tensor) -> list[int]:
-    """Return which items pointers up to the end are at, from 0 on."""
+    """Return the indices, from 0 on, of the items at which pointers up to the end point."""
     return [i - 1 for i in itertools.takewhile(bool, pointers.tolist())]
 
 
-def judge_list(items: Tensor, wanted: list[int], got: list[int]) -> dict[str, float]:
-    right = [i == j for i, j in itertools.zip_longest(wanted, got)]
+def judge_list(items: Tensor, target: list[int], got: list[int]) -> dict[str, float]:
+    """Return the measures of a predicted order of numbers."""
+    right = [i == j for i, j in itertools.zip_longest(target, got)]
     return {"right, %": all(right), "right places, %": statistics.fmean(right)}
 
 
-def judge_hull(points: Tensor, wanted: list[int], got: list[int]) -> dict[str, float]:
+def judge_hull(points: Tensor, target: list[int], got: list[int]) -> dict[str, float]:
+    """Return the measures of a predicted hull."""
     points = points.double()
     if not is_simple(points[got]):
         return {"right, %": False, "not valid, %": True}
-    covered = abs(area(points[got])) / area(points[wanted])
-    return {"right, %": set(got) == set(wanted), "not valid, %": False, "area covered, %": covered}
+    covered = abs(area(points[got])) / area(points[target])
+    return {"right, %": set(got) == set(target), "not valid, %": False, "area covered, %": covered}
 
 
 class Task(NamedTuple):
-    """What is asked: features of an item, the true answers, measures of one that is given."""
+    """A task: features of an item, and functions for the true answers and the measures of one."""
 
     features: int
     answer: Any
     judge: Any
-    steps: int  # of a training
+    steps: int  # training steps
 
     def draw(self, count: int, n: int, seed: str) -> tuple[Tensor, Tensor]:
         """Return ``count`` sets of n items and their answers, a function of the arguments alone."""
@@ -135,12 +137,12 @@ TASKS = {"sorting": Task(1, sort, judge_list, 3000), "hull": Task(2, hull, judge
 
 
 class Naming(PointerNetwork):
-    """A model that does not point: an output layer names the end or a place up to the largest."""
+    """A model whose output layer gives the end or a position up to the largest training size."""
 
     def __init__(self, item_dim: int, dim: int, attends: bool):
         super().__init__(item_dim, dim, dim)
         self.attends = attends
-        self.output = nn.Linear(2 * dim if attends else dim, 1 + max(LEARNT))
+        self.output = nn.Linear(2 * dim if attends else dim, 1 + max(TRAIN_SIZES))
 
     def point(self, states: Tensor, memory: Memory) -> Tensor:
         if self.attends:
@@ -149,7 +151,7 @@ class Naming(PointerNetwork):
 
 
 class Row(NamedTuple):
-    """A model of the table: how it is made, with how many seeds, the largest set that it takes."""
+    """A model of the table: its constructor, the number of seeds, the largest set it accepts."""
 
     build: Any
     seeds: int
@@ -158,15 +160,15 @@ class Row(NamedTuple):
 
 ROWS = {
     "pointing": Row(lambda features, dim: PointerNetwork(features, dim, dim), 3),
-    "naming": Row(lambda features, dim: Naming(features, dim, True), 1, max(LEARNT)),
+    "naming": Row(lambda features, dim: Naming(features, dim, True), 1, max(TRAIN_SIZES)),
     "naming, no attention": Row(
-        lambda features, dim: Naming(features, dim, False), 1, max(LEARNT)
+        lambda features, dim: Naming(features, dim, False), 1, max(TRAIN_SIZES)
     ),
 }  # fmt: skip
 
 
 class Training(Trial):
-    """One model in training, or trained: a step's sets depend on the seed and its number."""
+    """The training of one model; the sets of a step depend on the seed and step alone."""
 
     def __init__(self, task: str, name: str, seed: int, args: argparse.Namespace):
         self.args = args
@@ -179,28 +181,28 @@ class Training(Trial):
             args.out,
             [task, name],
             {"steps": steps, **sizes},
-            {"sets": args.test, "tested": list(TESTED)},
+            {"sets": args.test, "tested": list(TEST_SIZES)},
             {"model": self.model},
             steps,
             Options(batch_size=args.batch_size, learning_rate=args.learning_rate, seed=seed),
         )
 
     def loss(self, step: int) -> Tensor:
-        """Return the loss of a step's sets, all of as many items."""
-        n = random.Random(f"{self.options.seed} {step}").choice(LEARNT)
+        """Return the loss of the sets of a step, all of the same number of items."""
+        n = random.Random(f"{self.options.seed} {step}").choice(TRAIN_SIZES)
         items, answers = self.task.draw(self.args.batch_size, n, f"{self.options.seed} {step}")
         log_probs = self.model(items, torch.full((len(items),), n), answers)
         return pointer_loss(log_probs, answers)
 
     def judge(self) -> dict[str, Any]:
-        """Judge answers to the sets of each n that models are compared on."""
+        """Measure the answers to the test sets of each size."""
         found = {}
-        for n in [n for n in TESTED if n <= self.row.largest]:
+        for n in [n for n in TEST_SIZES if n <= self.row.largest]:
             items, answers = self.task.draw(self.args.test, n, f"test {n}")
             pointers = self.model.decode(items, torch.full((len(items),), n), distinct=True)
             judged = [
-                self.task.judge(x, chosen(wanted), chosen(got))
-                for x, wanted, got in zip(items, answers, pointers)
+                self.task.judge(x, chosen(target), chosen(got))
+                for x, target, got in zip(items, answers, pointers)
             ]
             for measure in dict.fromkeys(itertools.chain(*judged)):
                 values = [x[measure] for x in judged if measure in x]
@@ -209,10 +211,10 @@ class Training(Trial):
 
     @torch.no_grad()
     def pictures(self) -> dict[str, bytes]:
-        """Draw a hull, the polygon that is pointed at, and the weights."""
+        """Draw a hull, the predicted polygon, and the weights."""
         if self.task.answer is not hull:
             return {}
-        items, answers = self.task.draw(1, max(LEARNT), "picture")
+        items, answers = self.task.draw(1, max(TRAIN_SIZES), "picture")
         lengths = torch.tensor([items.shape[1]])
         pointers = self.model.decode(items, lengths, distinct=True)
         weights = self.model(items, lengths, pointers).exp()
@@ -224,16 +226,16 @@ class Training(Trial):
 
 
 def table(trained: Sequence[Training]) -> str:
-    """Return a table of each task, of all models that are trained."""
+    """Return a table of all trained models for each task."""
     texts = []
     for task, of_task in by_name(trained).items():
         measures = dict.fromkeys(key.rpartition(" ")[0] for one in of_task for key in one.found)
         measures.pop("", None)
-        lines = [f"| {task} | seeds | model | {' | '.join(map(str, TESTED))} |"]
-        lines.append(f"|---|--:|---|{'--:|' * len(TESTED)}")
+        lines = [f"| {task} | seeds | model | {' | '.join(map(str, TEST_SIZES))} |"]
+        lines.append(f"|---|--:|---|{'--:|' * len(TEST_SIZES)}")
         for measure in measures:
             for name, models in by_name(of_task, 1).items():
-                keys = [f"{measure} {n}" for n in TESTED]
+                keys = [f"{measure} {n}" for n in TEST_SIZES]
                 cells = [
                     spread([x.found[key] for x in models], ".1f") if key in models[0].found else "–"
                     for key in keys
@@ -257,10 +259,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser("pointers", __doc__, compare, ROWS, seeds=3, tasks=TASKS)
     count = at_least(1)
     parser.add_argument(
-        "--steps", type=count, help="of each training; as the task has if not given"
+        "--steps", type=count, help="steps of each training; by default those of the task"
     )
     parser.add_argument("--batch-size", type=count, default=64, help="sets in a step")
-    parser.add_argument("--learning-rate", type=float, default=4e-3, help="the highest")
+    parser.add_argument(
+        "--learning-rate", type=float, default=4e-3, help="the largest learning rate"
+    )
     parser.add_argument("--dim", type=count, default=96, help="features of states")
     parser.add_argument("--test", type=count, default=500, help="sets of each size to test on")
     return run(parser, argv)

@@ -1,26 +1,26 @@
-"""Bidirectional attention flow: what was left out of a description stands in another.
+"""Bidirectional attention flow: find a value that a question omits in a text.
 
     python examples/reading.py FOLDER --out runs/reading
 
 FOLDER holds devset.csv and testset_w_refs.csv of the E2E challenge (Novikova et al., 2017,
 https://github.com/tuetschek/e2e-dataset, CC BY-SA 4.0), where several people described each place.
-A text is the descriptions of two places. A question is what two other people wrote of the same
-places, in any order, with values of one kind left out, their names, say, or their areas. One of the
-two is asked for, so that a model must find out which place that is by what else is said of it: of
-each place a value of another kind, not the same, stands in text and question. All descriptions of a
-fifth of the attribute lists of both files are for the test. The models:
+A text consists of the descriptions of two places. A question consists of descriptions of the same
+places by two other people, in either order, without the values of one attribute, such as the names
+or the areas, and asks for one of the two values. A model must therefore find the place by the rest
+of its description: another attribute, whose values differ, occurs in text and question for both
+places. The descriptions of a fifth of the attribute lists of both files are the test. The models:
 
     both ways                       text to question and question to text
     both ways, highway              two highway layers transform the embedded words
     both ways, characters           a CNN also reads the characters of each word
     both ways, characters, highway  the CNN and two highway layers
-    no text to question             every word of the text finds the mean of the question
-    no question to text             what the question finds in the text is left out
-    neither                         both are
+    no text to question             every word of the text reads the mean of the question
+    no question to text             without attention from the question to the text
+    neither                         both changes
 
-The table has the share of exact answers and F1, the overlap in words, in all and by attribute. What
-is trained is kept, so that the same command goes on after Ctrl-C, bit for bit. Tables and pictures
-of what words of a question look at go to --out.
+The tables have the share of exact answers and F1, the overlap in words, and the share of exact
+answers by attribute. After Ctrl-C the same command resumes the training, bit for bit. The tables,
+and pictures of the attention weights, are written to --out.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from attnfast.translate.cli import run
 from attnfast.translate.data import pad
 from attnfast.translate.trainer import Options
 
-#: What may be left out of a description.
+#: The attributes whose values a question may omit.
 ATTRIBUTES = ("name", "near", "area", "food", "pricerange", "customer rating", "eattype")
 UNK, ASKED, LEFT_OUT, BAR = 1, "_", "~", "|"
 AMBIGUOUS = (["low"], ["average"], ["high"])  # of a price or of a rating
@@ -58,7 +58,7 @@ CHARACTER = 8  # features of a character
 
 
 class Asked(NamedTuple):
-    """A text, a question, what kind of value it asks for, and the answer's first and last word."""
+    """A text, a question, the attribute it asks for, and the answer's first and last word."""
 
     text: list[str]
     question: list[str]
@@ -67,21 +67,21 @@ class Asked(NamedTuple):
 
 
 def find(words: Sequence[str], text: Sequence[str]) -> list[int]:
-    """Return where words begin in a text."""
+    """Return the indices at which a sequence of words begins in a text."""
     return [i for i in range(len(text)) if [*text[i : i + len(words)]] == [*words]]
 
 
 class Place(NamedTuple):
-    """A place's attributes, each the words of its value, and what people wrote of it."""
+    """A place: the words of the value of each attribute, and its descriptions."""
 
     values: dict[str, list[str]]
     texts: list[list[str]]
 
 
 def split(pairs: Sequence[tuple[str, str]]) -> tuple[list[Place], list[Place]]:
-    """Return what to learn from and to test on: places that several people described.
+    """Return the training places and the test places, each with several descriptions.
 
-    No description to test on is also one to learn from.
+    No test description is also a training description.
     """
     found: dict[str, list[list[str]]] = {}
     for attributes, description in pairs:
@@ -105,7 +105,7 @@ def read_values(attributes: str) -> dict[str, list[str]]:
 
 
 def ask(places: Sequence[Place], count: int) -> list[Asked]:
-    """Pair every description with ``count`` other places', and ask what can be asked."""
+    """Pair every description with those of ``count`` places; return the possible questions."""
     draw, found = random.Random(0), []
     for one, i in ((place, i) for place in places for i in range(len(place.texts))):
         for other in draw.choices(places, k=count):
@@ -125,10 +125,10 @@ def pose(
     other: Place,
     others: Sequence[list[str]],
 ) -> Asked | None:
-    """Ask for a value of one of two places, of which ones and others are two descriptions each.
+    """Return a question for the value of one of two places, each with two descriptions.
 
-    None if that cannot be told: a text has the value twice or not at all, or nothing else in text
-    and question tells which place is which.
+    Return None if the question has no single answer: a text contains the value twice or not at
+    all, or no other attribute in text and question distinguishes the places.
     """
     value, another = one.values.get(kind, []), other.values.get(kind, [])
     if not value or not another or value in AMBIGUOUS:
@@ -138,7 +138,7 @@ def pose(
     once = len(find(value, ones[0])) == asked == left_out == 1 and find(another, others[0])
     if not once or any(find(value, x) for x in others):
         return None
-    if not any(tells_apart(x, one, ones, other, others) for x in ATTRIBUTES if x != kind):
+    if not any(distinguishes(x, one, ones, other, others) for x in ATTRIBUTES if x != kind):
         return None
     [first] = find(value, ones[0])
     parts = [ones[0], others[0]]
@@ -153,10 +153,10 @@ def pose(
     return Asked(text, question, kind, (first, first + len(value) - 1))
 
 
-def tells_apart(
+def distinguishes(
     kind: str, one: Place, ones: Sequence[list[str]], other: Place, others: Sequence[list[str]]
 ) -> bool:
-    """Return whether values differ and stand in what is written of their places."""
+    """Return whether the values of an attribute differ and occur in all descriptions."""
     value, another = one.values.get(kind, []), other.values.get(kind, [])
     if not value or not another or value == another:
         return False
@@ -164,7 +164,7 @@ def tells_apart(
 
 
 def without(value: Sequence[str], text: list[str], mark: str) -> tuple[list[str], int]:
-    """Return a text with a mark in the place of a value, and how many it has."""
+    """Return a text with each occurrence of a value replaced by a mark, and their number."""
     places = find(value, text)
     for at in reversed(places):
         text = [*text[:at], mark, *text[at + len(value) :]]
@@ -188,7 +188,7 @@ def fingerprint(asked: Sequence[Asked]) -> int:
 
 
 class Questions:
-    """The questions, and the words that occur twice in those to learn from."""
+    """The questions, and the vocabulary: words that occur twice in the training questions."""
 
     def __init__(self, folder: Path, most: int):
         files = (folder / name for name in ("devset.csv", "testset_w_refs.csv"))
@@ -205,14 +205,14 @@ class Questions:
         self.alphabet = {x: i for i, x in enumerate(sorted({*"".join(counts)}), UNK + 1)}
 
     def spell(self, texts: Sequence[Sequence[str]]) -> Tensor:
-        """Return the character ids ``[B, T, L]`` of the words of texts; padding has none."""
+        """Return the character ids ``[B, T, L]`` of the words of texts, 0 in padding."""
         length = max(map(len, texts))
         words = itertools.chain(*([*text, *[""] * (length - len(text))] for text in texts))
         ids = pad([[self.alphabet.get(x, UNK) for x in word] for word in words])
         return ids.unflatten(0, (len(texts), length))
 
     def gather(self, asked: Sequence[Asked]) -> Batch:
-        """Put questions into a batch."""
+        """Return a batch of questions."""
         parts = []
         for texts in ([x.text for x in asked], [x.question for x in asked]):
             parts.append(pad([[self.ids.get(word, UNK) for word in text] for text in texts]))
@@ -225,7 +225,7 @@ class Questions:
 
 
 class Row(NamedTuple):
-    """A model of the table: which ways it attends, and what reads its words."""
+    """A model of the table: the directions in which it attends, and its word features."""
 
     to_question: bool = True
     to_text: bool = True
@@ -245,7 +245,7 @@ ROWS = {
 
 
 class OneWay(BidirectionalAttention):
-    """Attention one way or none: a mean in place of what a word finds, or a part left out."""
+    """Bidirectional attention without one direction, or without both."""
 
     def __init__(self, dim: int, row: Row):
         super().__init__(dim)
@@ -264,7 +264,7 @@ class OneWay(BidirectionalAttention):
 
 
 class Training(Trial):
-    """One model in training, or trained: a step's questions depend on the seed and its number."""
+    """The training of one model; the questions of a step depend on the seed and step alone."""
 
     def __init__(self, name: str, seed: int, questions: Questions, args: argparse.Namespace):
         self.row, self.questions = ROWS[name], questions
@@ -291,7 +291,7 @@ class Training(Trial):
         )
 
     def read(self, batch: Batch, need_weights: bool = False) -> SpanPrediction:
-        """Return the model's answers to a batch; characters are for a model with a CNN alone."""
+        """Return the model's answers to a batch; only a model with a CNN reads characters."""
         inputs = batch._asdict()
         del inputs["spans"]
         if not self.row.characters:
@@ -307,7 +307,7 @@ class Training(Trial):
 
     @torch.no_grad()
     def judge(self) -> dict[str, Any]:
-        """Compare answers with the true ones, word for word."""
+        """Return the percentages of exact answers and F1, of all and by attribute."""
         each: dict[str, list[tuple[float, float]]] = {}
         for first in range(0, len(self.questions.test), 200):
             rows = self.questions.test[first : first + 200]
@@ -324,7 +324,7 @@ class Training(Trial):
 
     @torch.no_grad()
     def pictures(self) -> dict[str, bytes]:
-        """Draw what the words of a question look at, the answer between brackets."""
+        """Draw the attention weights of a short question, with the answer in brackets."""
         if not self.row.to_question:
             return {}
         one = min(self.questions.test, key=lambda x: len(x.text) + len(x.question))
@@ -347,7 +347,7 @@ def overlap(a: Sequence[int], b: Sequence[int]) -> float:
 
 
 def table(models: Sequence[Training]) -> str:
-    """Return the tables of all models that are trained."""
+    """Return the tables of all trained models."""
     trained = by_name(models)
     names = list(trained)
     lines = ["| | seeds | exact, % | F1, % |", "|---|--:|--:|--:|"]
@@ -374,7 +374,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser("reading", __doc__, compare, ROWS, seeds=1)
     count = at_least(1)
     parser.add_argument("data", type=Path, help="folder of the two files")
-    parser.add_argument("--steps", type=count, default=750, help="of each training")
+    parser.add_argument("--steps", type=count, default=750, help="steps of each training")
     parser.add_argument("--batch-size", type=count, default=64, help="questions in a step")
     parser.add_argument("--dim", type=count, default=64, help="features of each direction")
     parser.add_argument("--test", type=count, default=2000, help="questions to test on, at most")

@@ -1,8 +1,8 @@
-"""Scenes of handwritten digits, captions that say what is where, and what a caption has right.
+"""Scenes of handwritten digits, captions of them, and measures of captions.
 
-A scene is a noisy canvas with digits that do not touch. A caption says where it begins and names
-them one after the other, each with its place beside the next: "at the top a seven above a small two
-, left of a four" says that the two is left of the four.
+A scene is a noisy canvas with digits that do not touch. A caption states where it begins and names
+the digits one after the other, each with its position relative to the next: in "at the top a seven
+above a small two , left of a four" the two is left of the four.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from attnfast._utils.checks import check_int, describe, raise_value_error
 
 NUMBERS = "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"
-#: How a caption may say that a digit is there, as seen from the next one: of each two ways.
+#: Two phrases for each relation of a digit to the next one.
 RELATIONS = {
     "left": ("left of", "to the left of"),
     "right": ("right of", "to the right of"),
@@ -27,26 +27,26 @@ RELATIONS = {
     "below": ("below", "under"),
 }
 OPENERS, JOINERS = ("", "there is"), (",", ", which is")
-#: Where a caption may begin; it goes on from there to the right, or down.
+#: The sides at which a caption may begin; it continues to the right, or down.
 ORDERS = "on the left", "at the top"
-#: All words of captions.
+#: The vocabulary of captions.
 WORDS = tuple(
     sorted({*NUMBERS, "a", "an", "small", *" ".join(
         [*ORDERS, *OPENERS, *JOINERS, *itertools.chain(*RELATIONS.values())]
     ).split()})
 )  # fmt: skip
 
-CANVAS = 36, 48  # pixels of a side, least and most
+CANVAS = 36, 48  # pixels of a side, minimum and maximum
 SMALL, LARGE = (8, 10), (13, 16)  # pixels of a digit's height
 GAP = 2  # pixels between two digits, at least
-INK, NOISE = (0.7, 1.0), (0.05, 0.15)  # the darkest of a digit; the noise's deviation
+INK, NOISE = (0.7, 1.0), (0.05, 0.15)  # largest value of a digit; standard deviation of the noise
 SLACK = 3  # pixels by which a relation may miss the diagonal and still hold
 
 
 class Placed(NamedTuple):
-    """A digit of a scene: its value, whether it is small, and the box of its ink in pixels.
+    """A digit of a scene: its value, whether it is small, and its bounding box in pixels.
 
-    The box is top, left, bottom and right, the last two beyond it.
+    The box is top, left, bottom and right; bottom and right are the first pixels beyond it.
     """
 
     value: int
@@ -55,7 +55,7 @@ class Placed(NamedTuple):
 
     @property
     def centre(self) -> tuple[float, float]:
-        """Row and column of its middle."""
+        """The row and the column of the centre of the box."""
         top, left, bottom, right = self.box
         return (top + bottom) / 2, (left + right) / 2
 
@@ -68,15 +68,15 @@ class Scene(NamedTuple):
 
 
 def draw_scene(glyphs: Sequence[Sequence[Tensor]], count: int, seed: str) -> Scene:
-    """Make a scene of ``count`` digits, a function of the arguments alone.
+    """Return a scene of ``count`` digits, a function of the arguments alone.
 
     Args:
-        glyphs: of each of the ten digits its pictures, ``[h, w]`` from 0 to 1.
-        count: how many; more than fit are refused.
+        glyphs: for each of the ten digits, its pictures ``[h, w]`` from 0 to 1.
+        count: number of digits.
         seed: any text.
 
     Raises:
-        ValueError: an argument does not fit; the sentence names it.
+        ValueError: an argument does not fit, or a canvas has no space for ``count`` digits.
     """
     check_int("count", count)
     if len(glyphs) != len(NUMBERS) or not all(len(x) for x in glyphs):
@@ -112,7 +112,7 @@ def _scaled(glyph: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def _touch(a: Placed, b: Placed) -> bool:
-    """Whether boxes overlap, or have less than the gap between them."""
+    """Return whether boxes overlap, or are closer than the gap."""
     return all(
         a.box[i] < b.box[i + 2] + GAP and b.box[i] < a.box[i + 2] + GAP for i in range(2)
     )  # fmt: skip
@@ -122,7 +122,7 @@ def _touch(a: Placed, b: Placed) -> bool:
 
 
 def relation(a: Placed, b: Placed) -> str:
-    """Return where a is, as seen from b, by the axis on which they are farther apart."""
+    """Return the relation of a to b along the axis on which their distance is larger."""
     down, across = (x - y for x, y in zip(a.centre, b.centre))
     if abs(across) >= abs(down):
         return "left" if across < 0 else "right"
@@ -130,7 +130,7 @@ def relation(a: Placed, b: Placed) -> str:
 
 
 def holds(name: str, a: Placed, b: Placed) -> bool:
-    """Whether a may be said to be there; near the diagonal two relations may."""
+    """Return whether a relation of a to b is correct; near the diagonal two relations are."""
     down, across = (x - y for x, y in zip(a.centre, b.centre))
     ahead, aside = {
         "left": (-across, down), "right": (across, down),
@@ -140,12 +140,12 @@ def holds(name: str, a: Placed, b: Placed) -> bool:
 
 
 def caption(scene: Scene, order: str, opener: str, way: int, joiner: str) -> str:
-    """Say what a scene shows, words apart by blanks.
+    """Return a caption of a scene, its words separated by blanks.
 
     Args:
         order: one of :data:`ORDERS`.
-        opener, joiner: one of :data:`OPENERS` and :data:`JOINERS`.
-        way: 0 or 1, of saying relations.
+        opener, joiner: one of :data:`OPENERS` and one of :data:`JOINERS`.
+        way: index of the phrase for a relation, 0 or 1.
     """
     digits = sorted(scene.digits, key=lambda x: x.centre[_axis(order)])
     words = [order, opener, _named(digits[0])]
@@ -157,7 +157,7 @@ def caption(scene: Scene, order: str, opener: str, way: int, joiner: str) -> str
 
 
 def _axis(order: str) -> int:
-    """Return along which axis a caption goes."""
+    """Return the axis along which a caption of an order continues."""
     return 1 if order == ORDERS[0] else 0
 
 
@@ -169,13 +169,13 @@ def _named(digit: Placed) -> str:
 
 
 def captions(scene: Scene) -> list[str]:
-    """Return what a scene's captions are learnt from: all orders and phrasings, 16 texts."""
+    """Return the training captions of a scene: all orders and phrasings, 16 texts."""
     ways = itertools.product(ORDERS, OPENERS, (0, 1), JOINERS)
     return [caption(scene, *way) for way in ways]
 
 
 class Named(NamedTuple):
-    """A digit in a caption: its value, whether it is called small, and the place of its word."""
+    """A digit in a caption: its value, whether it is called small, and the index of its word."""
 
     value: int
     small: bool
@@ -183,7 +183,7 @@ class Named(NamedTuple):
 
 
 class Parsed(NamedTuple):
-    """What a caption says: its digits, the relation of each to the next, and where it begins."""
+    """A parsed caption: its digits, the relation of each to the next, and where it begins."""
 
     digits: tuple[Named, ...]
     relations: tuple[str, ...]
@@ -191,11 +191,11 @@ class Parsed(NamedTuple):
 
 
 def parse(text: str) -> Parsed | None:
-    """Return what a caption says, or None if it is none of this grammar."""
+    """Parse a caption; return None if it does not follow this grammar."""
     words, at = text.split(), 0
 
     def take(*phrases: str) -> str | None:
-        """Go on behind the longest of phrases that comes next."""
+        """Consume the longest of the phrases that comes next; return it, or None."""
         nonlocal at
         for phrase in sorted(phrases, key=len, reverse=True):
             expected = phrase.split()
@@ -227,32 +227,37 @@ def parse(text: str) -> Parsed | None:
         relations.append(phrases[phrase])
 
 
-# ---- what a caption has right -------------------------------------------------------------------
+# ---- measures of a caption ----------------------------------------------------------------------
 
 
 class Judged(NamedTuple):
-    """What a caption has right of a scene.
+    """The correct parts of a caption.
 
-    ``exact``: it names every digit once, with its value and size, it begins where it says, and all
-    its relations hold.
-    ``digits`` of ``most`` are named by their values, ``relations`` of ``told`` hold. ``meant``: of
-    each digit that is named, which of the scene's it stands for, or None for one too many.
+    Attributes:
+        exact: whether the caption names every digit once, with its value and size, begins where it
+            states, and all its relations are correct.
+        digits: number of digits whose values are correct, of ``num_digits``.
+        num_digits: the larger of the numbers of digits in scene and caption.
+        relations: number of correct relations, of ``num_relations``.
+        num_relations: number of relations in the caption.
+        matches: for each digit of the caption the index of its digit in the scene; None for a
+            superfluous one.
     """
 
     exact: bool
     digits: int
-    most: int
+    num_digits: int
     relations: int
-    told: int
-    meant: tuple[int | None, ...] = ()
+    num_relations: int
+    matches: tuple[int | None, ...] = ()
 
 
 def judge(scene: Scene, text: str) -> Judged:
     """Compare a caption with a scene.
 
-    The digits that words stand for are those that make the most of the caption right: values
-    first, then sizes and relations. Of digits that are too many all but the first stand for none.
-    What no one can parse has nothing right.
+    The digits of the caption are matched with those of the scene so that as much as possible is
+    correct: values first, then sizes and relations. If the caption has too many digits, the last
+    ones have no match. A caption that cannot be parsed has nothing correct.
     """
     count, said = len(scene.digits), parse(text)
     if said is None:
@@ -261,9 +266,9 @@ def judge(scene: Scene, text: str) -> Judged:
     rest = (None,) * (len(said.digits) - first)
     places: list[int | None] = [*range(count), *[None] * (first - count)]
 
-    def right(meant: tuple[int | None, ...]) -> tuple[int, int, int, bool]:
-        """Count values, sizes and relations, and say whether it begins where it says."""
-        of = [None if i is None else scene.digits[i] for i in meant]
+    def right(matches: tuple[int | None, ...]) -> tuple[int, int, int, bool]:
+        """Count correct values, sizes and relations; return whether the beginning is correct."""
+        of = [None if i is None else scene.digits[i] for i in matches]
         values = sum(a is not None and a.value == b.value for a, b in zip(of, said.digits))
         sizes = sum(a is not None and a.small == b.small for a, b in zip(of, said.digits))
         pairs = zip(said.relations, of, of[1:])
@@ -277,23 +282,23 @@ def judge(scene: Scene, text: str) -> Judged:
         return values, sizes, related, begins
 
     several = (x + rest for x in itertools.permutations(places, first))
-    meant = max(several, key=lambda x: (right(x)[0], sum(right(x)[1:])))
-    values, sizes, related, begins = right(meant)
-    told = len(said.relations)
-    exact = len(said.digits) == count == values == sizes and related == told and begins
-    return Judged(exact, values, max(count, len(said.digits)), related, told, meant)
+    matches = max(several, key=lambda x: (right(x)[0], sum(right(x)[1:])))
+    values, sizes, related, begins = right(matches)
+    num_relations = len(said.relations)
+    exact = len(said.digits) == count == values == sizes and related == num_relations and begins
+    return Judged(exact, values, max(count, len(said.digits)), related, num_relations, matches)
 
 
-# ---- where attention looks ----------------------------------------------------------------------
+# ---- measures of attention ----------------------------------------------------------------------
 
 
 def points_at(row: Tensor, columns: int, stride: int, box: Sequence[int]) -> bool:
-    """Whether the pixel in the middle of what the cell of the largest weight knows is in a box.
+    """Return whether the centre of the receptive field of the largest weight is in a box.
 
     Args:
         row: ``[R · C]``, weights row after row of a grid.
         columns: C.
-        stride: pixels from a cell to the next, the first at 0, as a GridEncoder has them.
+        stride: pixels from a cell to the next; the first is at pixel 0, as in a GridEncoder.
         box: top, left, bottom and right.
     """
     if row.dim() != 1 or len(row) % columns:
@@ -303,10 +308,10 @@ def points_at(row: Tensor, columns: int, stride: int, box: Sequence[int]) -> boo
 
 
 def overlap(weights: Tensor, box: Sequence[int]) -> float:
-    """Return the intersection over union of a box and of where a map is above half its largest.
+    """Return the intersection over union of a box and the part of a map above half its maximum.
 
     Args:
-        weights: ``[H, W]``, a map that was brought to an image's size.
+        weights: ``[H, W]``, a map resized to the image.
         box: top, left, bottom and right.
     """
     top, left, bottom, right = box

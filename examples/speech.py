@@ -1,24 +1,24 @@
-"""Listen, attend and spell: strings of spoken digits, by several kinds of attention.
+"""Listen, attend and spell: strings of spoken digits, with several kinds of attention.
 
     python examples/speech.py FOLDER --out runs/speech
 
 FOLDER holds the recordings of the Free Spoken Digit Dataset, ``{digit}_{speaker}_{index}.wav``, in
-an archive or as files. Of every digit and speaker indices 0 to 4 are for the test, 5 to 9 to choose
-settings by; models learn from the others. A string is 1 to 5 recordings of one speaker with random
-gaps, levels and a faint noise, spelled in letters. The models:
+an archive or as files. For each digit and speaker, indices 0 to 4 are the test set, 5 to 9 the
+development set, and the others the training set. A string is 1 to 5 recordings of one speaker with
+random gaps, levels and faint noise, spelled in letters. The models:
 
-    no attention       the decoder knows the pyramid's last states alone
+    no attention       the decoder reads the pyramid's last states alone
     dot, additive, location-aware, forward
-    forward, ÷ 16      with two layers more, so that a letter takes a state; learnt without CTC
-    no CTC             location-aware, learnt without CTC
-    own letters        location-aware; a tenth of the letters read in training are its own
+    forward, ÷ 16      two more layers, so that a letter has about one state; trained without CTC
+    no CTC             location-aware, trained without CTC
+    own letters        location-aware; a tenth of the letters read in training are predictions
     no pyramid         location-aware, over all frames
 
-Of all it tells the word error rate on the test by the number of words, also of strings longer than
-any that were learnt from, with the decoder alone, with CTC in the search, and with CTC alone; how
-monotonic alignments are and how far from the diagonal; and what a step takes. What is trained is
-kept, so that the same command goes on after Ctrl-C, bit for bit. Tables and pictures of what is
-listened to go to --out.
+The tables have the word error rate on the test set by the number of words, also for strings longer
+than in training, for searches with the decoder alone, with CTC, and with CTC alone; the
+monotonicity of alignments and their distance from the diagonal; and the cost of a step. After
+Ctrl-C the same command resumes the training, bit for bit. The tables, and pictures of the attention
+weights, are written to --out.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ from attnfast.translate.trainer import Options
 WORDS = "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"
 LETTERS = " abcdefghijklmnopqrstuvwxyz"
 RATE, MELS, HOP = 8000, 40, 0.01
-LEARNT, LONGER = range(1, 6), range(6, 9)
-#: By the first index that does not belong to it.
+TRAIN_COUNTS, LONGER = range(1, 6), range(6, 9)
+#: The first recording index beyond each part of the data.
 PARTS = {"test": 5, "valid": 10, "train": 1 << 30}
 GAP = 0.0, 0.3  # seconds before, between and after the words
 LEVEL = -10.0, 5.0  # of a word, decibels
@@ -83,17 +83,17 @@ NOISE = -70.0, -50.0  # of a string, decibels of full scale
 
 
 class Row(NamedTuple):
-    """A model of the table, and how many seeds it is trained with."""
+    """A model of the table, and the number of its seeds."""
 
     attention: str
     seeds: int = 1
     ctc_weight: float = 0.3
     layers: int = 2
     factor: int = 2
-    own: float = 0.0  # share of the letters that it has said itself
+    own: float = 0.0  # share of its own predictions among the letters read in training
 
     def searches(self) -> list[str]:
-        """Return the names of searches that it is able to."""
+        """Return the names of the searches that the model supports."""
         return [x for x in SEARCHES if self.ctc_weight or not SEARCHES[x].get("scorer_weight")]
 
 
@@ -119,7 +119,7 @@ SEARCHES: dict[str, dict[str, float]] = {
 
 
 class String(NamedTuple):
-    """A string of digits: samples ``[n]``, and what is said."""
+    """A string of digits: samples ``[n]``, and their text."""
 
     samples: Tensor
     text: str
@@ -128,7 +128,7 @@ class String(NamedTuple):
 class Digits:
     """Recordings by part, speaker and digit, from which strings are made.
 
-    ``fingerprint`` is of the names and the samples.
+    ``fingerprint`` is a checksum of names and samples.
     """
 
     def __init__(self, folder: Path):
@@ -157,7 +157,7 @@ class Digits:
                 )
 
     def draw(self, part: str, count: int, seed: str) -> String:
-        """Make a string of ``count`` words, a function of the arguments alone."""
+        """Return a string of ``count`` words, a function of the arguments alone."""
         draw = random.Random(seed)
         speaker = self.parts[part][draw.choice(sorted(self.parts[part]))]
         pieces, words = [], []
@@ -175,7 +175,7 @@ class Digits:
         return String(samples + level * noise, " ".join(words))
 
     def strings(self, part: str, count: int, many: int) -> list[String]:
-        """Return the strings of so many words that models are compared on."""
+        """Return ``many`` strings of ``count`` words, on which models are compared."""
         return [self.draw(part, count, f"{part} {count} {i}") for i in range(many)]
 
 
@@ -188,7 +188,7 @@ def decode(ids: Sequence[int]) -> str:
 
 
 class Batch(NamedTuple):
-    """Features ``[B, T, M]``, their lengths, and letters before and after each step."""
+    """Features ``[B, T, M]``, their lengths, and inputs and targets of the letters."""
 
     frames: Tensor
     lengths: Tensor
@@ -197,7 +197,7 @@ class Batch(NamedTuple):
 
 
 class Ears(nn.Module):
-    """From strings to batches: log-mel features, normalised over all speakers, masked to learn."""
+    """Batches of log-mel features, normalised over all speakers and masked in training."""
 
     def __init__(self):
         super().__init__()
@@ -206,7 +206,7 @@ class Ears(nn.Module):
         self.augment = SpecAugment()
 
     def listen(self, strings: Sequence[String]) -> tuple[Tensor, Tensor]:
-        """Return features without normalisation, and lengths."""
+        """Return features without normalisation, and their lengths."""
         samples = nn.utils.rnn.pad_sequence([x.samples for x in strings], batch_first=True)
         return self.mel(samples, torch.tensor([len(x.samples) for x in strings]))
 
@@ -221,7 +221,7 @@ class Ears(nn.Module):
 
 
 def build(row: Row, dim: int) -> ListenAttendSpell:
-    """Make a model: ``dim`` features of each direction, twice as many of the decoder's states."""
+    """Return a model with ``dim`` features per direction and twice as many per decoder state."""
     sizes = 2 * dim, 2 * dim
     attention: nn.Module = {
         "no attention": lambda: FixedContext(),
@@ -235,7 +235,7 @@ def build(row: Row, dim: int) -> ListenAttendSpell:
 
 
 class Training(Trial):
-    """One model in training, or trained: a step's strings depend on the seed and its number."""
+    """The training of one model; the strings of a step depend on the seed and step alone."""
 
     def __init__(self, name: str, seed: int, digits: Digits, args: argparse.Namespace):
         self.digits, self.args = digits, args
@@ -264,8 +264,8 @@ class Training(Trial):
             self.ears.norm.fit(self.ears.listen([x])[0][0] for x in alone)
 
     def batch(self, step: int) -> Batch:
-        """Return the strings of a step, all of as many words."""
-        count = random.Random(f"{self.options.seed} {step}").choice(LEARNT)
+        """Return the strings of a step, all of the same number of words."""
+        count = random.Random(f"{self.options.seed} {step}").choice(TRAIN_COUNTS)
         many = -(-self.options.batch_size // count)
         seeds = (f"{self.options.seed} {step} {i}" for i in range(many))
         return self.ears([self.digits.draw("train", count, x) for x in seeds])
@@ -276,36 +276,39 @@ class Training(Trial):
     def loss_of(self, batch: Batch) -> Tensor:
         if self.row.own:
             with torch.no_grad():
-                said = self.model(*batch[:3]).logits
+                logits = self.model(*batch[:3]).logits
             batch = batch._replace(
-                target_in=scheduled_sampling(batch.target_in, said, self.row.own)
+                target_in=scheduled_sampling(batch.target_in, logits, self.row.own)
             )
-        spelled = self.model(*batch[:3])
-        return hybrid_loss(spelled, batch.target_out, self.row.ctc_weight, 0.1)
+        output = self.model(*batch[:3])
+        return hybrid_loss(output, batch.target_out, self.row.ctc_weight, 0.1)
 
-    # ---- what it has learnt ---------------------------------------------------------------------
+    # ---- evaluation -----------------------------------------------------------------------------
 
     def judge(self) -> dict[str, Any]:
-        """Measure word errors by search and number of words, and what attention does."""
+        """Measure word errors by search and number of words, and the alignments."""
         found: dict[str, Any] = {}
         title = f"{self.title}, testing"
-        with stop_on_signal() as check, Progress(title, len(LEARNT) + len(LONGER), "length") as bar:
-            for count in (*LEARNT, *LONGER):
+        with (
+            stop_on_signal() as check,
+            Progress(title, len(TRAIN_COUNTS) + len(LONGER), "length") as bar,
+        ):
+            for count in (*TRAIN_COUNTS, *LONGER):
                 strings = self.digits.strings("test", count, self.args.test)
                 batch = self.ears(strings)
                 for name in self.row.searches():
                     check()
-                    encoded = self.search(batch, **SEARCHES[name])
-                    pairs = [(x.text.split(), text.split()) for x, text in zip(strings, encoded)]
+                    texts = self.search(batch, **SEARCHES[name])
+                    pairs = [(x.text.split(), text.split()) for x, text in zip(strings, texts)]
                     total = sum((word_errors(*pair) for pair in pairs), WordErrors())
                     found[f"{name} {count}"] = list(total)
-                if count == max(LEARNT):
+                if count == max(TRAIN_COUNTS):
                     found |= self.attended(batch)
                 bar()
         return found
 
     def search(self, batch: Batch, **options: float) -> list[str]:
-        """Return what is encoded."""
+        """Return the texts that a search finds."""
         scorer = CTCPrefixScorer() if options.get("scorer_weight") else None
         rows = beam_search(
             self.model, batch.frames, batch.lengths, self.args.beam, length_penalty=0.0,
@@ -315,20 +318,20 @@ class Training(Trial):
 
     @torch.no_grad()
     def attended(self, batch: Batch) -> dict[str, float]:
-        """Return how monotonic and how diagonal the alignments of true letters are."""
-        spelled = self.model(*batch[:3], need_weights=True)
-        if spelled.weights is None:
+        """Return the monotonicity and the diagonality of alignments under teacher forcing."""
+        output = self.model(*batch[:3], need_weights=True)
+        if output.weights is None:
             return {}
-        call = spelled.weights, spelled.lengths, (batch.target_out != 0).sum(-1)
-        apart = diagnostics.diagonality(*call).distance / spelled.lengths
+        call = output.weights, output.lengths, (batch.target_out != 0).sum(-1)
+        distance = diagnostics.diagonality(*call).distance / output.lengths
         return {
             "monotonic": float(diagnostics.monotonicity(*call).mean()),
-            "from the diagonal": float(apart.mean()),
+            "from the diagonal": float(distance.mean()),
         }
 
     @torch.no_grad()
     def pictures(self) -> dict[str, bytes]:
-        """Draw what is listened to while a string is spelled."""
+        """Draw the attention weights for the letters of a string."""
         strings = self.digits.strings("test", 4, 1)
         batch = self.ears(strings)
         weights = self.model(*batch[:3], need_weights=True).weights
@@ -342,10 +345,10 @@ class Training(Trial):
 
 
 def table(trained: Sequence[Training]) -> str:
-    """Return the tables of all models that are trained."""
+    """Return the tables of all trained models."""
     each = by_name(trained)
-    shown = [*map(str, LEARNT), *(f"{min(x)}–{max(x)}" for x in (LEARNT, LONGER))]
-    spans = [[n] for n in LEARNT] + [list(LEARNT), list(LONGER)]
+    shown = [*map(str, TRAIN_COUNTS), *(f"{min(x)}–{max(x)}" for x in (TRAIN_COUNTS, LONGER))]
+    spans = [[n] for n in TRAIN_COUNTS] + [list(TRAIN_COUNTS), list(LONGER)]
     lines = [f"| model | seeds | search | {' | '.join(shown)} |"]
     lines.append(f"|---|--:|---|{'--:|' * len(shown)}")
     for name, models in each.items():
@@ -363,7 +366,8 @@ def table(trained: Sequence[Training]) -> str:
     lines += ["", f"| {' | '.join(heads)} |", f"|---|{'--:|' * 3}"]
     for name, models in each.items():
         total = sum(
-            (WordErrors(*x.found[f"decoder {n}"]) for x in models for n in LEARNT), WordErrors()
+            (WordErrors(*x.found[f"decoder {n}"]) for x in models for n in TRAIN_COUNTS),
+            WordErrors(),
         )
         kinds = ", ".join(f"{100 * x / total.words:.1f}" for x in total[:3])
         attended = [
@@ -375,8 +379,8 @@ def table(trained: Sequence[Training]) -> str:
 
 
 def cost(trained: Sequence[Training]) -> str:
-    """Return what a step costs, of the same strings."""
-    args, count = trained[0].args, max(LEARNT)
+    """Return a table of the costs of a step on the same strings."""
+    args, count = trained[0].args, max(TRAIN_COUNTS)
     strings = trained[0].digits.strings("valid", count, -(-args.batch_size // count))
     batch = trained[0].ears.eval()(strings)
     return cost_table(trained, lambda one: one.loss_of(batch))
@@ -397,7 +401,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser("speech", __doc__, compare, ROWS, seeds=3)
     count = at_least(1)
     parser.add_argument("data", type=Path, help="folder of the recordings")
-    parser.add_argument("--steps", type=count, default=1200, help="of each training")
+    parser.add_argument("--steps", type=count, default=1200, help="steps of each training")
     parser.add_argument("--batch-size", type=count, default=96, help="words in a step")
     parser.add_argument("--dim", type=at_least(2), default=128, help="features of each direction")
     parser.add_argument("--test", type=count, default=100, help="strings of each length to test on")

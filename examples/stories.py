@@ -1,8 +1,8 @@
-"""Memory networks: questions about short stories, answered in one hop, two or three.
+"""Memory networks: questions about short stories, answered in one, two or three hops.
 
     python examples/stories.py --out runs/stories
 
-Stories are made in the manner of the bAbI tasks (Weston et al., 2015), by a generator of our own:
+A generator makes stories in the style of the bAbI tasks (Weston et al., 2015):
 
     one fact     where is mary
     two facts    where is the apple: who took it, and where they went
@@ -11,11 +11,11 @@ Stories are made in the manner of the bAbI tasks (Weston et al., 2015), by a gen
     deduction    what is gertrude afraid of: a sheep, and what sheep are afraid of
     paths        how do you go from the kitchen to the garden, in two steps
 
-Each task is learnt by itself: by memory networks of 1, 2 and 3 hops, and by an LSTM that reads the
-story and the question. The table has the share of wrong answers, and of the memory networks the
-share of the weights that the sentences have which an answer follows from. What is trained is kept,
-so that the same command goes on after Ctrl-C, bit for bit. Tables and a picture of the hops of a
-story go to --out.
+For each task, memory networks of 1, 2 and 3 hops and an LSTM that reads the story and the question
+are trained separately. The tables have the share of wrong answers and, for memory networks, the
+share of the weights on the sentences from which the answer follows. After Ctrl-C the same command
+resumes the training, bit for bit. The tables, and a picture of the hops for a story, are written to
+--out.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Story(NamedTuple):
 
 
 class Event(NamedTuple):
-    """Somebody goes to a place, takes a thing or drops it, in the sentence ``at``."""
+    """A person goes to a place, takes a thing or drops it, in the sentence ``at``."""
 
     kind: str
     who: str
@@ -74,7 +74,7 @@ class Event(NamedTuple):
 
 
 def happen(draw: random.Random, many: int, things: Sequence[str]) -> list[Event]:
-    """Make so many events: who goes where, and takes or drops what is there."""
+    """Return ``many`` random events: people go to places, and take and drop things there."""
     lies = {x: draw.choice(PLACES) for x in things}
     where, holds, events = dict[str, str](), dict[str, str](), list[Event]()
     while len(events) < many:
@@ -94,14 +94,14 @@ def happen(draw: random.Random, many: int, things: Sequence[str]) -> list[Event]
     return events
 
 
-def told(events: Sequence[Event]) -> list[str]:
-    """Say what happened."""
+def describe(events: Sequence[Event]) -> list[str]:
+    """Return a sentence for each event."""
     forms = {"goes": "{} went to the {}", "takes": "{} took the {}", "drops": "{} dropped the {}"}
     return [forms[x.kind].format(x.who, x.what) for x in events]
 
 
 def stays(events: Sequence[Event], thing: str) -> list[tuple[str, list[int]]]:
-    """Return where a thing was, one place after the other, and the facts that say so of each."""
+    """Return the successive places of a thing, each with the facts that imply it."""
     place, found, held = dict[str, Event](), list[tuple[str, list[int]]](), None
     for x in events:
         if x.kind == "goes":
@@ -123,7 +123,7 @@ def one_fact(draw: random.Random) -> Story | None:
     events = happen(draw, draw.randint(2, 10), ())
     last = {x.who: x for x in events}
     one = last[draw.choice(sorted(last))]
-    return Story(told(events), f"where is {one.who}", one.what, [one.at])
+    return Story(describe(events), f"where is {one.who}", one.what, [one.at])
 
 
 def two_facts(draw: random.Random) -> Story | None:
@@ -133,7 +133,7 @@ def two_facts(draw: random.Random) -> Story | None:
         return None
     thing = draw.choice(taken)
     place, facts = stays(events, thing)[-1]
-    return Story(told(events), f"where is the {thing}", place, facts)
+    return Story(describe(events), f"where is the {thing}", place, facts)
 
 
 def three_facts(draw: random.Random) -> Story | None:
@@ -144,7 +144,7 @@ def three_facts(draw: random.Random) -> Story | None:
         return None
     (before, facts), (place, more) = been[-2:]
     question = f"where was the {thing} before the {place}"
-    return Story(told(events), question, before, sorted({*facts, *more}))
+    return Story(describe(events), question, before, sorted({*facts, *more}))
 
 
 def counting(draw: random.Random) -> Story | None:
@@ -156,7 +156,7 @@ def counting(draw: random.Random) -> Story | None:
     if not held and draw.random() < 0.8:  # else most answers are none
         return None
     question = f"how many things is {who} carrying"
-    return Story(told(events), question, NUMBERS[len(held)], [x.at for x in own])
+    return Story(describe(events), question, NUMBERS[len(held)], [x.at for x in own])
 
 
 def deduction(draw: random.Random) -> Story | None:
@@ -207,7 +207,7 @@ TASKS: dict[str, Callable[[random.Random], Story | None]] = {
 
 
 def draw_story(task: str, seed: str) -> Story:
-    """Make a story, a function of the arguments alone."""
+    """Return a story, a function of the arguments alone."""
     draw = random.Random(seed)
     while (story := TASKS[task](draw)) is None:
         pass
@@ -215,7 +215,7 @@ def draw_story(task: str, seed: str) -> Story:
 
 
 def draw_parts(task: str, train: int, test: int) -> dict[str, list[Story]]:
-    """Make stories to learn from and others to test on, none of which is among the former."""
+    """Return training stories and test stories, none of which is a training story."""
     parts = {"train": [draw_story(task, f"{task} train {i}") for i in range(train)], "test": []}
     known = {(*x.sentences, x.question) for x in parts["train"]}
     for i in range(test):
@@ -232,7 +232,7 @@ _SAID = (
     "you go from"
 )
 _NAMED = (PEOPLE, PLACES, THINGS, NUMBERS, ANIMALS, ANIMALS.values(), NAMES, WAYS)
-#: All words; their ids begin at 1.
+#: The vocabulary; ids begin at 1.
 WORDS = tuple(sorted({*_SAID.split(), *chain(*_NAMED), *(f"{a}-{b}" for a in WAYS for b in WAYS)}))
 
 
@@ -249,14 +249,14 @@ class Batch(NamedTuple):
     facts: Tensor
 
     def at(self, index: Tensor) -> Batch:
-        """Return those of ``index``, without the sentences that none of them has."""
+        """Return the stories ``index``, without sentences that are padding in all of them."""
         stories, questions, answers, facts = (x[index] for x in self)
         most = int((stories != PAD).any(-1).sum(-1).max())
         return Batch(stories[:, :most], questions, answers, facts[:, :most])
 
 
 def gather(stories: Sequence[Story]) -> Batch:
-    """Put stories into a batch."""
+    """Return a batch of stories."""
     most = max(len(x.sentences) for x in stories)
     rows = [[*map(encode, x.sentences), *[[]] * (most - len(x.sentences))] for x in stories]
     facts = torch.zeros(len(stories), most, dtype=torch.bool)
@@ -291,7 +291,7 @@ class Reader(nn.Module):
 
 
 class Row(NamedTuple):
-    """A model of the table; no hops are the LSTM's."""
+    """A model of the table; the LSTM has 0 hops."""
 
     hops: int
     tying: str = "adjacent"
@@ -307,7 +307,7 @@ ROWS = {
 
 
 class Training(Trial):
-    """One model of one task: a step's stories depend on the seed and its number."""
+    """The training of one model for one task; a step's stories depend on seed and step alone."""
 
     def __init__(self, task: str, name: str, seed: int, parts: dict[str, Batch], args: Any):
         self.task, self.row, self.parts = task, ROWS[name], parts
@@ -343,7 +343,7 @@ class Training(Trial):
 
     @torch.no_grad()
     def judge(self) -> dict[str, Any]:
-        """Count wrong answers, and weigh the facts at every hop."""
+        """Measure the share of wrong answers, and the weight of the facts at every hop."""
         wrong, weight, chance = 0, list[Tensor](), list[Tensor]()
         everything = torch.arange(len(self.parts["test"].answers))
         for index in everything.split(100):
@@ -363,7 +363,7 @@ class Training(Trial):
         }
 
     def answers(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        """Return logits ``[B, V]`` and weights ``[B, K, S]``, None of the LSTM."""
+        """Return logits ``[B, V]``, and weights ``[B, K, S]`` or, for the LSTM, None."""
         if not self.row.hops:
             return self.model(*batch[:2])
         self.model.attention.linear = False
@@ -371,22 +371,22 @@ class Training(Trial):
 
     @torch.no_grad()
     def pictures(self) -> dict[str, bytes]:
-        """Draw what is attended to at every hop of a story."""
+        """Draw the attention weights of every hop for a story."""
         if not self.row.hops:
             return {}
         story = draw_story(self.task, f"{self.task} picture")
         logits, weights = self.answers(gather([story]))
         assert weights is not None
-        asked = f"{story.question}? {WORDS[int(logits.argmax()) - 1]}"
+        title = f"{story.question}? {WORDS[int(logits.argmax()) - 1]}"
         rows = [f"{x} •" if i in story.facts else x for i, x in enumerate(story.sentences)]
-        return {"": draw_hops(weights[0], rows, asked)}
+        return {"": draw_hops(weights[0], rows, title)}
 
 
 # ---- the table ----------------------------------------------------------------------------------
 
 
 def table(trained: Sequence[Training]) -> str:
-    """Return the tables of all models that are trained, by task."""
+    """Return the tables of all trained models, by task."""
     tasks = {task: by_name(models, 1) for task, models in by_name(trained).items()}
     names = list(by_name(trained, 1))
     lines = [f"| wrong, % | {' | '.join(names)} |", f"|---|{'--:|' * len(names)}"]
@@ -410,7 +410,7 @@ def table(trained: Sequence[Training]) -> str:
 
 
 def trainings(args: argparse.Namespace) -> Iterator[Training]:
-    """Draw each task's stories and make its models."""
+    """Yield the trainings of all models, with the stories of their tasks."""
     for task in args.tasks:
         drawn = draw_parts(task, args.stories, args.test)
         parts = {part: gather(stories) for part, stories in drawn.items()}
@@ -429,13 +429,19 @@ def compare(args: argparse.Namespace) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser("stories", __doc__, compare, ROWS, seeds=1, tasks=TASKS)
     count = at_least(1)
-    parser.add_argument("--steps", type=count, default=2000, help="of each training")
+    parser.add_argument("--steps", type=count, default=2000, help="steps of each training")
     parser.add_argument("--batch-size", type=count, default=64, help="stories in a step")
-    parser.add_argument("--learning-rate", type=float, default=5e-3, help="the largest")
-    parser.add_argument("--linear-start", type=float, default=0.2, help="share without a softmax")
+    parser.add_argument(
+        "--learning-rate", type=float, default=5e-3, help="the largest learning rate"
+    )
+    parser.add_argument(
+        "--linear-start", type=float, default=0.2, help="share of the steps without a softmax"
+    )
     parser.add_argument("--dim", type=count, default=32, help="features of a sentence")
-    parser.add_argument("--stories", type=count, default=10000, help="to learn a task from")
-    parser.add_argument("--test", type=count, default=1000, help="stories of each task to test on")
+    parser.add_argument(
+        "--stories", type=count, default=10000, help="training stories of each task"
+    )
+    parser.add_argument("--test", type=count, default=1000, help="test stories of each task")
     return run(parser, argv)
 
 

@@ -2,22 +2,23 @@
 
     python examples/turing.py --out runs/turing
 
-Sequences of random bits, a step for each vector of them, are drawn anew for every step of a
-training:
+Every training step draws new sequences of random bits, one vector for each time step:
 
-    copy     1 to 10 vectors of 8 bits and a sign that they end; wanted: the same vectors
+    copy     1 to 10 vectors of 8 bits and an end marker; target: the same vectors
     reverse  1 to 10 vectors of 8 bits and an end marker; target: these vectors, the last one first
-    repeat   1 to 5 vectors and how often, 1 to 5 times; wanted: them as often, and then an end
-    recall   2 to 6 items of 3 vectors of 6 bits, and one of them again; wanted: the item after it
+    repeat   1 to 5 vectors of 8 bits, an end marker and a number from 1 to 5; target: the vectors,
+             repeated that number of times, and an end marker
+    recall   2 to 6 items of 3 vectors of 6 bits, and one of the items again; target: the item that
+             followed it
     sort     2 to 8 vectors of 8 bits, each with a priority from −1 to 1, and an end marker; target:
              the four fifths with the highest priorities, in descending order
 
-The models are attnfast.nn.NeuralTuringMachine and an LSTM with as many parameters. Both are tested
-on the largest that they have learnt from and on larger ones, the machine with more slots. The table
-tells how many bits are wrong, and in how many sequences any is. A model that answers 0 everywhere
-has half of the bits wrong, 44 % in repeat, whose ninth bit marks only the end. What is trained is
-kept, so that the same command goes on after Ctrl-C, bit for bit. The tables and pictures of where
-the heads are go to --out.
+The models are attnfast.nn.NeuralTuringMachine and an LSTM with the same number of parameters. Both
+are tested on the largest training size and on larger sizes, the machine with more slots. The tables
+have the share of wrong bits and the share of sequences with a wrong bit. A model that always
+answers 0 has half of the bits wrong, or 44 % in repeat, because the ninth bit only marks the end.
+After Ctrl-C the same command resumes the training, bit for bit. The tables, and pictures of the
+head weights, are written to --out.
 """
 
 from __future__ import annotations
@@ -39,15 +40,15 @@ from attnfast.nn import NeuralTuringMachine
 from attnfast.translate.cli import run
 from attnfast.translate.trainer import Options
 
-#: Slots in training and in tests, features of a slot.
-LEARNT_SLOTS, TESTED_SLOTS, SLOT = 32, 128, 20
+#: Numbers of slots in training and in tests, and the features of a slot.
+TRAIN_SLOTS, TEST_SLOTS, SLOT = 32, 128, 20
 
 
 # ---- tasks --------------------------------------------------------------------------------------
 
 
 class Size(NamedTuple):
-    """How much of a task: vectors or items, and times."""
+    """The size of a task: the number of vectors or items, and of repetitions."""
 
     n: int
     times: int = 1
@@ -61,7 +62,7 @@ def draw_bits(draw: torch.Generator, *shape: int) -> Tensor:
 
 
 def copy(draw: torch.Generator, count: int, size: Size) -> tuple[Tensor, Tensor]:
-    """Show vectors and a sign; want the vectors."""
+    """Return vectors and an end marker as input, and the vectors as target."""
     bits = draw_bits(draw, count, size.n, 8)
     x = bits.new_zeros(count, 2 * size.n + 1, 9)
     x[:, : size.n, :8] = bits
@@ -76,29 +77,35 @@ def reverse(draw: torch.Generator, count: int, size: Size) -> tuple[Tensor, Tens
 
 
 def repeat(draw: torch.Generator, count: int, size: Size) -> tuple[Tensor, Tensor]:
-    """Show vectors, a sign and how often, over 10; want them as often, and a sign."""
+    """Return vectors, an end marker and the number of repetitions as input.
+
+    The number is divided by 10. The target is the repeated vectors and an end marker.
+    """
     n, times = size
     bits = draw_bits(draw, count, n, 8)
-    wanted = bits.new_zeros(count, n * times + 1, 9)
-    wanted[:, :-1, :8] = bits.repeat(1, times, 1)
-    wanted[:, -1, 8] = 1
-    x = bits.new_zeros(count, n + 1 + wanted.shape[1], 10)
+    target = bits.new_zeros(count, n * times + 1, 9)
+    target[:, :-1, :8] = bits.repeat(1, times, 1)
+    target[:, -1, 8] = 1
+    x = bits.new_zeros(count, n + 1 + target.shape[1], 10)
     x[:, :n, :8] = bits
     x[:, n, 8] = 1
     x[:, n, 9] = times / 10
-    return x, wanted
+    return x, target
 
 
 def recall(draw: torch.Generator, count: int, size: Size) -> tuple[Tensor, Tensor]:
-    """Show a sign and an item, for each of them; a sign, an item, a sign; want what followed it."""
+    """Return items and a queried item as input, and the item that followed it as target.
+
+    Each item, and the queried one, follows a marker; a marker also ends the query.
+    """
     bits = draw_bits(draw, count, size.n, 3, 6)
-    rows, asked = torch.arange(count), torch.randint(size.n - 1, (count,), generator=draw)
+    rows, queried = torch.arange(count), torch.randint(size.n - 1, (count,), generator=draw)
     x = bits.new_zeros(count, size.n + 2, 4, 8)
     x[:, : size.n, 1:, :6] = bits
     x[:, : size.n, 0, 6] = 1
-    x[:, size.n, 1:, :6] = bits[rows, asked]
+    x[:, size.n, 1:, :6] = bits[rows, queried]
     x[:, size.n :, 0, 7] = 1
-    return x.flatten(1, 2), bits[rows, asked + 1]
+    return x.flatten(1, 2), bits[rows, queried + 1]
 
 
 def sort(draw: torch.Generator, count: int, size: Size) -> tuple[Tensor, Tensor]:
@@ -118,20 +125,26 @@ def sort(draw: torch.Generator, count: int, size: Size) -> tuple[Tensor, Tensor]
 
 
 class Task(NamedTuple):
-    """How a task is drawn, sizes of a training and of tests, steps, the most of a gradient.
+    """A task, and the settings of its training.
 
-    ``heads`` is the number of heads that read, and of those that write.
+    Attributes:
+        draw: returns the inputs and targets of a number of sequences of a size.
+        train_sizes: the sizes of training sequences.
+        test_sizes: the sizes of test sequences.
+        steps: number of training steps.
+        clip: the largest norm of a gradient.
+        heads: number of read heads, and of write heads.
     """
 
     draw: Any
-    learnt: Sequence[Size]
-    tested: Sequence[Size]
+    train_sizes: Sequence[Size]
+    test_sizes: Sequence[Size]
     steps: int
     clip: float
     heads: int = 1
 
     def batch(self, count: int, size: Size, seed: str) -> tuple[Tensor, Tensor]:
-        """Return inputs ``[count, T, F]`` and what is wanted at the last steps, of a seed."""
+        """Return inputs ``[count, T, F]`` and targets of their last steps, drawn from a seed."""
         draw = torch.Generator().manual_seed(random.Random(seed).getrandbits(63))
         return self.draw(draw, count, size)
 
@@ -166,21 +179,21 @@ def count_parameters(*parts: nn.Module) -> int:
     return sum(p.numel() for part in parts for p in part.parameters())
 
 
-class Teller(nn.Module):
-    """A recurrent layer and an output layer, which reads its last steps."""
+class RecurrentModel(nn.Module):
+    """A recurrent layer, and an output layer over its last steps."""
 
-    def __init__(self, name: str, features: int, wanted: int, dim: int, heads: int = 1):
+    def __init__(self, name: str, features: int, outputs: int, dim: int, heads: int = 1):
         super().__init__()
-        machine = NeuralTuringMachine(features, dim, LEARNT_SLOTS, SLOT, heads, heads)
+        machine = NeuralTuringMachine(features, dim, TRAIN_SLOTS, SLOT, heads, heads)
         self.layer: Any = machine
         size = machine.output_size
-        if name == "LSTM":  # of as many parameters, or a few more
-            most = count_parameters(machine) + wanted * (size + 1)
+        if name == "LSTM":  # with as many parameters, or a few more
+            limit = count_parameters(machine) + outputs * (size + 1)
             for size in itertools.count(1):
                 self.layer = nn.LSTM(features, size, batch_first=True)
-                if count_parameters(self.layer) + wanted * (size + 1) >= most:
+                if count_parameters(self.layer) + outputs * (size + 1) >= limit:
                     break
-        self.output = nn.Linear(size, wanted)
+        self.output = nn.Linear(size, outputs)
 
     def forward(self, x: Tensor, steps: int) -> Tensor:
         """Return logits of the bits of the last steps."""
@@ -191,13 +204,13 @@ ROWS = ("NTM", "LSTM")
 
 
 class Training(Trial):
-    """One model in training, or trained: a step's sequences depend on seed and step alone."""
+    """The training of one model; the sequences of a step depend on the seed and step alone."""
 
     def __init__(self, task: str, name: str, seed: int, args: argparse.Namespace):
         self.task, self.args = TASKS[task], args
-        x, wanted = self.task.batch(1, self.task.learnt[0], "")
+        x, target = self.task.batch(1, self.task.train_sizes[0], "")
         torch.manual_seed(seed)
-        self.model = Teller(name, x.shape[-1], wanted.shape[-1], args.dim, self.task.heads)
+        self.model = RecurrentModel(name, x.shape[-1], target.shape[-1], args.dim, self.task.heads)
         self.machine = self.model.layer if name == "NTM" else None
         steps = args.steps or self.task.steps
         sizes = {x: getattr(args, x) for x in ("dim", "batch_size", "learning_rate")}
@@ -208,10 +221,14 @@ class Training(Trial):
                 "steps": steps,
                 "clip": self.task.clip,
                 "heads": self.task.heads,
-                "learnt": [*map(str, self.task.learnt)],
+                "learnt": [*map(str, self.task.train_sizes)],
                 **sizes,
             },
-            {"sequences": args.test, "slots": TESTED_SLOTS, "sizes": [*map(str, self.task.tested)]},
+            {
+                "sequences": args.test,
+                "slots": TEST_SLOTS,
+                "sizes": [*map(str, self.task.test_sizes)],
+            },
             {"model": self.model},
             steps,
             Options(
@@ -223,21 +240,21 @@ class Training(Trial):
         )
 
     def loss(self, step: int) -> Tensor:
-        """Return the loss of a step's sequences, all of one size."""
-        size = random.Random(f"{self.options.seed} {step}").choice(self.task.learnt)
-        x, wanted = self.task.batch(self.args.batch_size, size, f"{self.options.seed} {step}")
-        logits = self.model(x, wanted.shape[1])
-        return nn.functional.binary_cross_entropy_with_logits(logits, wanted)
+        """Return the loss of the sequences of a step, all of one size."""
+        size = random.Random(f"{self.options.seed} {step}").choice(self.task.train_sizes)
+        x, target = self.task.batch(self.args.batch_size, size, f"{self.options.seed} {step}")
+        logits = self.model(x, target.shape[1])
+        return nn.functional.binary_cross_entropy_with_logits(logits, target)
 
     @torch.no_grad()
     def judge(self) -> dict[str, Any]:
-        """Count wrong bits, and sequences that have any, of each size that is tested."""
+        """Return the shares of wrong bits and of sequences with a wrong bit for each test size."""
         if self.machine:
-            self.machine.num_slots = TESTED_SLOTS
+            self.machine.num_slots = TEST_SLOTS
         found = {}
-        for size in self.task.tested:
-            x, wanted = self.task.batch(self.args.test, size, f"test {size}")
-            wrong = (self.model(x, wanted.shape[1]) > 0) != wanted.bool()
+        for size in self.task.test_sizes:
+            x, target = self.task.batch(self.args.test, size, f"test {size}")
+            wrong = (self.model(x, target.shape[1]) > 0) != target.bool()
             found[str(size)] = [
                 100 * wrong.double().mean().item(),
                 100 * wrong.flatten(1).any(1).double().mean().item(),
@@ -246,29 +263,29 @@ class Training(Trial):
 
     @torch.no_grad()
     def pictures(self) -> dict[str, bytes]:
-        """Draw where the heads are, in a sequence of the second size that is tested.
+        """Draw the head weights for a sequence of the second test size.
 
         Priorities below 0 are drawn as 0.
         """
         if not self.machine:
             return {}
-        self.machine.num_slots = LEARNT_SLOTS
-        x, wanted = self.task.batch(1, self.task.tested[1], "picture")
+        self.machine.num_slots = TRAIN_SLOTS
+        x, target = self.task.batch(1, self.task.test_sizes[1], "picture")
         weights = self.machine(x, need_weights=True).weights[0]
         read, written = weights.split(self.task.heads, 1)
-        told = self.model(x, wanted.shape[1])[0].sigmoid()
-        told = nn.functional.pad(told, (0, 0, len(x[0]) - len(told), 0))
-        return {"": draw_addressing(x[0], told, read, written)}
+        output = self.model(x, target.shape[1])[0].sigmoid()
+        output = nn.functional.pad(output, (0, 0, len(x[0]) - len(output), 0))
+        return {"": draw_addressing(x[0], output, read, written)}
 
 
 # ---- the table ----------------------------------------------------------------------------------
 
 
 def table(trained: Sequence[Training]) -> str:
-    """Return a table of each task, of all models that are trained."""
+    """Return a table of all trained models for each task."""
     texts = []
     for task, of_task in by_name(trained).items():
-        sizes = [str(x) for x in TASKS[task].tested]
+        sizes = [str(x) for x in TASKS[task].test_sizes]
         lines = [f"| {task} | seeds | model | {' | '.join(sizes)} |"]
         lines.append(f"|---|--:|---|{'--:|' * len(sizes)}")
         for i, measure in enumerate(("bits wrong, %", "sequences wrong, %")):
@@ -290,10 +307,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser("turing", __doc__, compare, ROWS, seeds=1, tasks=TASKS)
     count = at_least(1)
     parser.add_argument(
-        "--steps", type=count, help="of each training; as the task has if not given"
+        "--steps", type=count, help="steps of each training; by default those of the task"
     )
     parser.add_argument("--batch-size", type=count, default=32, help="sequences in a step")
-    parser.add_argument("--learning-rate", type=float, default=3e-3, help="the highest")
+    parser.add_argument(
+        "--learning-rate", type=float, default=3e-3, help="the largest learning rate"
+    )
     parser.add_argument("--dim", type=count, default=100, help="features of the controller")
     parser.add_argument("--test", type=count, default=200, help="sequences of each size to test on")
     return run(parser, argv)

@@ -412,7 +412,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
             ("== asked == left_out == 1", "== asked == 1"),
             ("and find(another, others[0])", ""),
             ("or value in AMBIGUOUS", ""),
-            ("if not any(tells_apart(", "if False and any(tells_apart("),
+            ("if not any(distinguishes(", "if False and any(distinguishes("),
             ("if x != kind):", "):"),
         ],
         "ask": [
@@ -952,7 +952,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
     },
     ("examples/_experiment.py", "tests/test_experiment.py"): {
         "at_least.read": [("if not least <= number < 2**31:", "if False:")],
-        "Trial.test": [('if self.found.get("asked") != self.asked:', "if not self.found:")],
+        "Trial.test": [('if self.found.get("asked") != self.test_settings:', "if not self.found:")],
         "learn_all": [
             ("if one.options.seed == 1:", "if True:"),
             ("(text, last(done))", "(text, last(done[:1]))"),
@@ -964,7 +964,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         "Trial.save": [("if not all(p.isfinite().all() for p in self.parameters):", "if False:")],
         "Trial.__init__": [
             ('.replace(", ", "-")', ""),
-            ("for x in like | began if", "for x in like if"),
+            ("for x in settings | began if", "for x in settings if"),
             ("KeyError, RuntimeError, TypeError", "KeyError, RuntimeError"),
             ("KeyError, RuntimeError, TypeError", "KeyError, TypeError"),
         ],
@@ -1188,13 +1188,13 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         "copy": [("x[:, size.n, 8] = 1", "x[:, size.n - 1, 8] = 1")],
         "repeat": [
             ("bits.repeat(1, times, 1)", "bits.repeat_interleave(times, 1)"),
-            ("wanted[:, -1, 8] = 1", "wanted[:, 0, 8] = 1"),
+            ("target[:, -1, 8] = 1", "target[:, 0, 8] = 1"),
             ("times / 10", "times"),
         ],
         "recall": [
-            ("bits[rows, asked + 1]", "bits[rows, asked]"),
+            ("bits[rows, queried + 1]", "bits[rows, queried]"),
             ("x[:, size.n :, 0, 7] = 1", "x[:, size.n, 0, 7] = 1"),
-            ("x[:, size.n, 1:, :6] = bits[rows, asked]", "x[:, size.n, 1:, :6] = bits[:, 0]"),
+            ("x[:, size.n, 1:, :6] = bits[rows, queried]", "x[:, size.n, 1:, :6] = bits[:, 0]"),
         ],
         "reverse": [("bits.flip(1)", "bits")],
         "sort": [
@@ -1206,8 +1206,8 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
             ("x[:, : size.n, 9] = priorities", "x[:, : size.n, 9] = priorities.sort(1)[0]"),
             ("x[:, size.n, 8] = 1", "x[:, size.n - 1, 8] = 1"),
         ],
-        "Teller.__init__": [
-            ("+ wanted * (size + 1) >= most", "+ wanted * (size + 1) >= 2 * most"),
+        "RecurrentModel.__init__": [
+            ("+ outputs * (size + 1) >= limit", "+ outputs * (size + 1) >= 2 * limit"),
             ("SLOT, heads, heads)", "SLOT, heads)"),
         ],
     },
@@ -1225,7 +1225,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         ],
         "is_simple.cross": [("turn(d - c, a - c) * turn(d - c, b - c) < 0", "True")],
         "is_simple": [("return K > 2 and not any", "return not any")],
-        "judge_hull": [("set(got) == set(wanted)", "got == wanted")],
+        "judge_hull": [("set(got) == set(target)", "got == target")],
     },
     ("examples/pointers.py", "tests/test_experiment.py -k pointers"): {
         "Training.judge": [("if n <= self.row.largest]", "]")],

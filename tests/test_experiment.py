@@ -73,7 +73,7 @@ RUNS = {
             COSTS: 2,
         },
         {"location-aware-own-letters-1.png"},
-        {"LEARNT": range(1, 3), "LONGER": range(3, 4)},
+        {"TRAIN_COUNTS": range(1, 3), "LONGER": range(3, 4)},
         tiny.write_recordings,
     ),
     "stories": Run(
@@ -115,7 +115,7 @@ def run(request, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(_experiment, "costs", lambda calls, _: {x: cost(calls[x]) for x in calls})
     if request.param == "turing":
         for task in module.TASKS:
-            few = module.TASKS[task]._replace(tested=module.TASKS[task].tested[:2])
+            few = module.TASKS[task]._replace(test_sizes=module.TASKS[task].test_sizes[:2])
             monkeypatch.setitem(module.TASKS, task, few)
     sizes = ["--dim", "8", "--steps", "4", "--batch-size", "4", "--seeds", "1"]
     folder = [str(one.data(tmp_path / "data"))] if one.data else []
@@ -251,10 +251,10 @@ def test_other_sizes(run, monkeypatch):
     _, module, call = run
     assert call("out", "--tasks", "copy", "--rows", "LSTM")[0] == 0
     task = module.TASKS["copy"]
-    monkeypatch.setitem(module.TASKS, "copy", task._replace(tested=[module.Size(3)]))
+    monkeypatch.setitem(module.TASKS, "copy", task._replace(test_sizes=[module.Size(3)]))
     table = call("out", "--tasks", "copy", "--rows", "LSTM")[1]
     assert table.startswith("| copy | seeds | model | 3 |")
-    monkeypatch.setitem(module.TASKS, "copy", task._replace(learnt=[module.Size(3)]))
+    monkeypatch.setitem(module.TASKS, "copy", task._replace(train_sizes=[module.Size(3)]))
     assert "LSTM-1.pt: expected learnt" in call("out", "--tasks", "copy", "--rows", "LSTM")[2]
 
 

@@ -83,16 +83,16 @@ def test_the_formulas(x, reads, writes, shift):
     """Forward and gradients; a shift may go around all slots."""
     made = machine(reads, writes, shift)
     got = made(x, need_weights=True)
-    wanted = [torch.stack(each) for each in zip(*(by_hand(made, row) for row in x))]
-    for a, b in zip((got.output, got.weights, got.state.memory), wanted):
+    target = [torch.stack(each) for each in zip(*(by_hand(made, row) for row in x))]
+    for a, b in zip((got.output, got.weights, got.state.memory), target):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
     assert got.weights.amax(-1).max() > 0.5 and got.weights.shape == (B, T, reads + writes, N)
     assert got.output.shape[-1] == made.output_size == H + reads * M
     torch.manual_seed(2)
-    mixing = [torch.randn_like(b) for b in wanted]
+    mixing = [torch.randn_like(b) for b in target]
     losses = (
         sum((a * w).sum() for a, w in zip(part, mixing))
-        for part in ((got.output, got.weights, got.state.memory), wanted)
+        for part in ((got.output, got.weights, got.state.memory), target)
     )
     for a, b in zip(*(torch.autograd.grad(loss, list(made.parameters())) for loss in losses)):
         torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-10)
@@ -154,10 +154,10 @@ def test_sharp_and_empty(x):
 
 def test_half_types(x):
     made = machine(2, 2, spread=1.0)
-    wanted = made(x).output
+    target = made(x).output
     half = copy.deepcopy(made).bfloat16()(x.bfloat16())
     assert half.output.dtype == half.state.memory.dtype == torch.bfloat16
-    torch.testing.assert_close(half.output.double(), wanted, rtol=0.1, atol=0.1)
+    torch.testing.assert_close(half.output.double(), target, rtol=0.1, atol=0.1)
     made.float()
     with torch.autocast("cpu", torch.bfloat16):
         mixed = made(x.float(), made(x.bfloat16()).state, need_weights=True)
@@ -170,7 +170,7 @@ def test_half_types(x):
             assert {part.dtype for part in got.state} == {one.slot.dtype}
     with torch.autocast("cpu", torch.bfloat16):
         mixed = made(x.float(), need_weights=True)
-    torch.testing.assert_close(mixed.output.double(), wanted, rtol=0.1, atol=0.1)
+    torch.testing.assert_close(mixed.output.double(), target, rtol=0.1, atol=0.1)
     mixed.output.sum().backward()
     assert all(p.grad.isfinite().all() for p in made.parameters())
 
@@ -214,8 +214,8 @@ def test_export(x, tmp_path):
     exported = torch.export.export(made, (x, made.start(B)), dynamic_shapes=shapes, strict=False)
     torch.export.save(exported, tmp_path / "made.pt2")  # tuples have their names
     more = torch.cat([x, x])
-    got, wanted = exported.module()(more, made.start(2 * B)), made(more)
-    torch.testing.assert_close((got.output, *got.state), (wanted.output, *wanted.state))
+    got, target = exported.module()(more, made.start(2 * B)), made(more)
+    torch.testing.assert_close((got.output, *got.state), (target.output, *target.state))
 
 
 def test_picture():
@@ -239,22 +239,22 @@ def example():
 
 def test_tasks(example):
     Size = example.Size
-    x, wanted = example.TASKS["copy"].batch(2, Size(3), "seed")
-    assert x.shape == (2, 7, 9) and wanted.equal(x[:, :3, :8])
+    x, target = example.TASKS["copy"].batch(2, Size(3), "seed")
+    assert x.shape == (2, 7, 9) and target.equal(x[:, :3, :8])
     assert x[:, :, 8].tolist() == [[0, 0, 0, 1, 0, 0, 0]] * 2 and not x[:, 4:].any()
     x, target = example.TASKS["reverse"].batch(2, Size(3), "seed")
     assert x.shape == (2, 7, 9) and x[:, :, 8].tolist() == [[0, 0, 0, 1, 0, 0, 0]] * 2
     assert target.equal(torch.stack([x[:, 2], x[:, 1], x[:, 0]], 1)[..., :8])
     assert not x[:, 4:].any() and not target.equal(x[:, :3, :8])
-    x, wanted = example.TASKS["repeat"].batch(2, Size(3, 2), "seed")
-    assert x.shape == (2, 3 + 1 + 7, 10) and wanted.shape == (2, 7, 9)
-    assert wanted[:, :3].equal(x[:, :3, :9]) and wanted[:, 3:6].equal(x[:, :3, :9])
-    assert wanted[:, 6].tolist() == [[0] * 8 + [1]] * 2 and not x[:, 4:].any()
+    x, target = example.TASKS["repeat"].batch(2, Size(3, 2), "seed")
+    assert x.shape == (2, 3 + 1 + 7, 10) and target.shape == (2, 7, 9)
+    assert target[:, :3].equal(x[:, :3, :9]) and target[:, 3:6].equal(x[:, :3, :9])
+    assert target[:, 6].tolist() == [[0] * 8 + [1]] * 2 and not x[:, 4:].any()
     assert x[0, 3].tolist() == pytest.approx([0] * 8 + [1, 0.2])
-    x, wanted = example.TASKS["recall"].batch(40, Size(4), "seed")
-    assert x.shape == (40, 4 * 4 + 8, 8) and wanted.shape == (40, 3, 6)
+    x, target = example.TASKS["recall"].batch(40, Size(4), "seed")
+    assert x.shape == (40, 4 * 4 + 8, 8) and target.shape == (40, 3, 6)
     places = set()
-    for row, answer in zip(x.view(40, 6, 4, 8), wanted):
+    for row, answer in zip(x.view(40, 6, 4, 8), target):
         items, [question] = row[:4, 1:, :6], row[4:5, 1:, :6]
         at = [i for i in range(3) if items[i].equal(question)]
         assert any(items[i + 1].equal(answer) for i in at)
@@ -283,7 +283,7 @@ def test_sorting(example, size, sorted_):
 
 @pytest.mark.parametrize("heads", [1, 4])
 def test_models_of_a_size(example, heads):
-    both = [example.Teller(name, 9, 8, 20, heads) for name in example.ROWS]
+    both = [example.RecurrentModel(name, 9, 8, 20, heads) for name in example.ROWS]
     assert (both[0].layer.num_reads, both[0].layer.num_writes) == (heads, heads)
     counts = [example.count_parameters(x) for x in both]
     assert isinstance(both[1].layer, nn.LSTM) and 1 <= counts[1] / counts[0] < 1.1

@@ -423,10 +423,10 @@ def test_a_scene_has_what_its_captions_say(scenes, count):
         assert len(texts) == 16 and {w for x in texts for w in x.split()} <= {*scenes.WORDS}
         for text in texts:
             judged = scenes.judge(scene, text)
-            assert judged.exact and judged.digits == judged.most == count
-            assert judged.relations == judged.told == count - 1
+            assert judged.exact and judged.digits == judged.num_digits == count
+            assert judged.relations == judged.num_relations == count - 1
             named = scenes.parse(text).digits
-            for word, place in zip(named, judged.meant):
+            for word, place in zip(named, judged.matches):
                 assert scene.digits[place].value == word.value
                 assert text.split()[word.place] == scenes.NUMBERS[word.value]
 
