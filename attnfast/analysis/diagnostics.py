@@ -362,7 +362,7 @@ class OverUnderTranslation(NamedTuple):
     """Over- and under-translation of each sentence, ``[B, (H)]``, as shares of its keys.
 
     Attributes:
-        over: the mean over the keys of max(0, C / φ − 1), with attention C and φ expected.
+        over: the mean over the keys of max(0, C / φ − 1), with attention C and fertility φ.
         under: the mean over the keys of max(0, 1 − C / φ), from 0 to 1.
 
     Example:
@@ -384,7 +384,7 @@ def over_under_translation(
     fertility: Tensor | None = None,
     key_indices: Tensor | None = None,
 ) -> OverUnderTranslation:
-    r"""Return how much of a source was translated more than once, and how much not at all.
+    r"""Return the shares of a source that were translated more than once, and not at all.
 
     .. math:: \text{over} = \frac1n \sum_j \max(0, C_j / \phi_j - 1), \quad
               \text{under} = \frac1n \sum_j \max(0, 1 - C_j / \phi_j), \quad
@@ -751,7 +751,7 @@ def failures(
     stuck             many consecutive rows attend to the same key: a word that repeats
     drifting          a sentence's rows move away from the diagonal towards its end
     skipped           no row attends to a key; a sentence has many such keys
-    saturated         a row has almost all of its weight at one key, and hardly a gradient; a
+    saturated         a row has almost all of its weight at one key, and a gradient near 0; a
                       sentence has many such rows
     striped           all rows of a sentence are alike, and not diffuse: vertical stripes
     block             many consecutive rows are alike, and each attends to several keys
@@ -761,7 +761,7 @@ def failures(
     Args:
         thresholds: the limits of each failure; None means the defaults of :class:`Thresholds`.
 
-    A flag is no proof: word order that differs between languages leaves the diagonal, and a word
+    A flag is not a proof: word order that differs between languages leaves the diagonal, and a word
     with several translations is attended to several times.
 
     Example:

@@ -54,7 +54,7 @@ def _png(figure) -> bytes:
     return content.getvalue()
 
 
-#: The most words side by side in a picture, and the most inches that they take.
+#: The largest number of words next to each other in a picture, and their largest width in inches.
 MOST_WORDS, MOST_INCHES = 40, 18.0
 
 

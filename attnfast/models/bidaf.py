@@ -46,7 +46,7 @@ class SpanPrediction(NamedTuple):
 
 
 class BiDAF(nn.Module):
-    r"""Read a text and a question, and point at the answer's first word and its last.
+    r"""Bidirectional attention flow: predict the first and the last word of an answer in a text.
 
     .. math:: h = \mathrm{BiRNN}(\mathrm{highway}([E x; \mathrm{CNN}(x)])), \quad
               u = \mathrm{BiRNN}(\mathrm{highway}([E q; \mathrm{CNN}(q)]))
@@ -62,10 +62,10 @@ class BiDAF(nn.Module):
 
     Args:
         attention: called as :class:`attnfast.nn.BidirectionalAttention` of 2H features.
-        features: of each g.
-        vocab_size, embed_dim, hidden_dim: V, of words, and H of each direction.
-        dropout: on the input of the BiRNN of words, on g and on the states above it.
-        backend: of the recurrent layers.
+        features: number of features of each g.
+        vocab_size, embed_dim, hidden_dim: V, features of a word, and H, features of each direction.
+        dropout: on the input of the BiRNN over the words, on g and on the states m.
+        backend: backend of the recurrent layers.
         characters: a :class:`CharacterCNN`, or None.
         highway_layers: number of layers of a :class:`HighwayNetwork`, 0 for none; the paper's
             model has 2.
@@ -137,7 +137,7 @@ class BiDAF(nn.Module):
         text_characters: Tensor | None = None,
         question_characters: Tensor | None = None,
     ) -> SpanPrediction:
-        """Find an answer.
+        """Return the log-probabilities of the answer's first and last word.
 
         Args:
             text, question: ``[B, T]`` and ``[B, J]``, word ids.
@@ -192,7 +192,7 @@ def best_spans(start: Tensor, end: Tensor, max_length: int | None = None) -> Ten
 
     Args:
         start, end: ``[B, T]``, log-probabilities.
-        max_length: most words of an answer; None for no limit.
+        max_length: largest number of words of an answer; None for no limit.
 
     Returns:
         ``[B, 2]``, int64.

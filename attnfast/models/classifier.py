@@ -26,7 +26,7 @@ POOLINGS = ("attention", "mean", "max")
 
 
 class Classifier(nn.Module):
-    r"""Encode a sentence, pool the states :math:`h_j` of its n words, and classify it.
+    r"""A sentence classifier: an encoder, a pool of the states :math:`h_j`, a linear layer.
 
     ==============  =========================================================================
     ``pooling``     :math:`c`
@@ -34,18 +34,18 @@ class Classifier(nn.Module):
     ``attention``   :math:`\sum_j \alpha_j h_j, \; \alpha = \mathrm{softmax}_j\, w^\top
                     \tanh(W_q s + W_k h_j)`, the query s a parameter
     ``mean``        :math:`\frac1n \sum_j h_j`
-    ``max``         of each feature the largest :math:`h_j`
+    ``max``         the maximum of each feature of :math:`h_j`
     ==============  =========================================================================
 
     Args:
-        encoder: words ``[B, n, E]`` and lengths to states ``[B, n, 2H]``.
+        encoder: maps words ``[B, n, E]`` and lengths to states ``[B, n, 2H]``.
         vocab_size, embed_dim, classes: V, E and C.
         pooling: one of the table.
         dropout: on words and on the pooled states.
         backend: of the attention, as in :func:`attnfast.additive_attention`.
 
     Paper: Yang et al., "Hierarchical Attention Networks for Document Classification", NAACL 2016,
-    whose lower half this is.
+    of whose two levels this is the lower one.
 
     Example:
         >>> from attnfast.models import Classifier, Encoder

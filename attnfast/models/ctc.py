@@ -36,7 +36,7 @@ class PrefixState(NamedTuple):
 
 
 class CTCPrefixScorer:
-    r"""Score each label after a hypothesis by CTC, for :func:`attnfast.decoding.beam_search`.
+    r"""A scorer of each label after a hypothesis by CTC, for :func:`attnfast.decoding.beam_search`.
 
     The prefix probability of g is that of all texts that begin with it. Let
     :math:`\gamma^n_t(g)` and :math:`\gamma^b_t(g)` be the probabilities that the first t states
@@ -72,7 +72,7 @@ class CTCPrefixScorer:
         r"""Read the last word of every hypothesis, and score the next one.
 
         Args:
-            words: ``[R, 1]``, the words that are new in the hypotheses.
+            words: ``[R, 1]``, the last words of the hypotheses.
             state: the state that the last call returned, or None if ``words`` are the start.
             encoded: the recordings, one for each hypothesis.
 

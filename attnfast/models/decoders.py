@@ -52,10 +52,10 @@ class FixedContext(nn.Module):
 
     .. math:: c_t = [\overrightarrow h_n; \overleftarrow h_1]
 
-    It has the two methods of an attention, so that decoders need no special case.
+    It has the two methods of an attention module, so that decoders need no special case.
 
     Args:
-        backend: of the decoder's recurrent layer; ``"reference"`` for PyTorch's own.
+        backend: backend of the decoder's recurrent layer; ``"reference"`` for PyTorch's own.
         bidirectional: False for an encoder of one direction: :math:`c_t = h_n`.
 
     Paper: Cho et al., "Learning Phrase Representations using RNN Encoder-Decoder", EMNLP 2014,
@@ -122,7 +122,7 @@ class NoContext(FixedContext):
 
     .. math:: c_t = 0
 
-    The context is one feature.
+    The context has one feature.
 
     Args:
         backend, bidirectional: as in :class:`FixedContext`.
@@ -170,12 +170,12 @@ class RecurrentDecoder(nn.Module):
     The first is Bahdanau's deep output, with tanh for maxout; the second, Luong's.
 
     Args:
-        embed_dim, context_dim, hidden_dim: features of words and outputs, of contexts, of states.
+        embed_dim, context_dim, hidden_dim: features of words and outputs, contexts, and states.
         attention: a module of :mod:`attnfast.nn`, or :class:`FixedContext`.
         cell: ``"rnn"``, ``"gru"`` or ``"lstm"``.
         recurrence, query_layer: as in :class:`attnfast.nn.AttentionRNN`.
         readout: one of the table.
-        layers: RNN layers; the state of the last one is read out.
+        layers: number of RNN layers; the readout reads the state of the last one.
         dropout: on the states that a layer reads from the one below.
 
     Papers: Bahdanau, Cho and Bengio, ICLR 2015, arXiv:1409.0473; Luong, Pham and Manning, EMNLP

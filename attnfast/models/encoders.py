@@ -52,9 +52,9 @@ class Encoder(nn.Module):
         cell: ``"rnn"``, ``"gru"`` or ``"lstm"``.
         layers: number of stacked RNNs.
         dropout: between the layers, and on the output of the self-attention.
-        self_attention: lets the states attend to each other, or None; its output is added to them
-            and the sum is normalised.
-        bidirectional: read the source in both directions.
+        self_attention: self-attention of the states, or None; its output is added to them and the
+            sum is normalised.
+        bidirectional: read the source in both directions; otherwise forwards.
         residual: add to the states of each layer above the first those of the layer below.
         backend: of the recurrent layers; ``"reference"`` for PyTorch's own.
 
@@ -140,7 +140,7 @@ class TransformerEncoder(nn.Module):
     .. math:: x^0 = W e + \mathrm{positions}, \quad x^{l+1} = \mathrm{layer}(x^l), \quad
               h = \mathrm{norm}(x^L)
 
-    It is called as :class:`Encoder`, and its states have as many features, 2H.
+    It is called like :class:`Encoder`, and its states have the same number of features, 2H.
 
     Args:
         embed_dim: E, features of the words.

@@ -63,9 +63,9 @@ class PyramidEncoder(nn.Module):
     the end of a recording is joined with zeros.
 
     Args:
-        features: of a frame.
+        features: number of features of a frame.
         hidden_dim: H, features of each direction.
-        layers: L; the paper has 3 above one that joins nothing.
+        layers: L; the paper has 3, above one that does not join frames.
         dropout: on the input of layers above the first, and on the output.
         factor: number of frames joined to one; 1 for a plain encoder.
         backend: of the recurrent layers; ``"reference"`` for PyTorch's own.
@@ -195,7 +195,7 @@ class ListenAttendSpell(nn.Module):
     accept it.
 
     Args:
-        encoder: frames and lengths to states and lengths.
+        encoder: maps frames and lengths to states and lengths.
         attention: of the decoder, a module of :mod:`attnfast.nn` with queries of ``hidden_dim``
             and keys of the encoder's features, or :class:`FixedContext`.
         vocab_size: V, labels and the four special ids.
@@ -242,9 +242,9 @@ class ListenAttendSpell(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def output_limit(self, lengths: Tensor) -> Tensor:
-        """Return the most letters, the end included, for recordings of ``lengths [B]`` frames.
+        """Return the largest number of letters for recordings of ``lengths [B]`` frames.
 
-        They are one per state plus the end, because no label is shorter than a state.
+        It is one letter per state plus the end, because no label is shorter than a state.
 
         Raises:
             ValueError, TypeError: an argument does not fit; the message names it.

@@ -52,7 +52,7 @@ def position_encoding(words: Tensor, features: int, dtype: torch.dtype = torch.f
         dtype: of the result.
 
     Returns:
-        ``[.., L, d]``; 0 for padding, whose embedding may be anything.
+        ``[.., L, d]``; 0 for padding, whose embedding may have any finite value.
 
     Raises:
         ValueError, TypeError: an argument does not fit; the message names it.
@@ -78,7 +78,7 @@ def position_encoding(words: Tensor, features: int, dtype: torch.dtype = torch.f
 
 
 class MemoryNetwork(nn.Module):
-    r"""Read a story, sentence by sentence, and answer a question about it in one word.
+    r"""An end-to-end memory network: it answers a question about a story in one word.
 
     .. math:: m_i = \sum_j l_j \circ A x_{ij} + T^A_i, \quad
               c_i = \sum_j l_j \circ C x_{ij} + T^C_i, \quad
@@ -95,7 +95,7 @@ class MemoryNetwork(nn.Module):
         dim: features d.
         hops: K.
         tying: ``"adjacent"`` or ``"layer-wise"``.
-        max_sentences: most sentences of a story.
+        max_sentences: largest number of sentences of a story.
         backend: as in :func:`attnfast.dot_attention`.
 
     Paper: Sukhbaatar et al., "End-To-End Memory Networks", NeurIPS 2015, arXiv:1503.08895.
@@ -143,7 +143,7 @@ class MemoryNetwork(nn.Module):
     def forward(
         self, stories: Tensor, questions: Tensor, need_weights: bool = False
     ) -> MemoryNetworkOutput:
-        """Answer questions.
+        """Return the logits of the answers to questions.
 
         Args:
             stories: ``[B, S, L]``, int64, word ids; sentences and their words padded with 0 at the

@@ -69,8 +69,8 @@ class Seq2SeqOutput(tuple):
     """``logits, coverage`` of a whole target.
 
     The attributes are ``weights [B, T, Tk]``, or ``[B, H, T, Tk]`` of H heads or hops, None unless
-    requested, and ``history``, that of the
-    attention after the target, such as a :class:`attnfast.nn.HardAttentionState`, or None.
+    requested, and ``history``, the state of the attention after the target, such as a
+    :class:`attnfast.nn.HardAttentionState`, or None.
     """
 
     weights: Tensor | None = None
@@ -81,7 +81,7 @@ keep_in_pytrees(Seq2SeqOutput, "weights", "history")
 
 
 class Seq2Seq(nn.Module):
-    r"""Encoder, decoder, and one embedding for source words, target words and the output layer.
+    r"""An encoder, a decoder, and one embedding for source, target and output layer.
 
     .. math:: h = \mathrm{Encoder}(\sqrt{d}\, E x), \quad
               s_0 = \tanh(W_b [\overrightarrow h_n; \overleftarrow h_1] + b_b), \quad
@@ -155,7 +155,7 @@ class Seq2Seq(nn.Module):
             self.embedding.weight[PAD] = 0
 
     def output_limit(self, lengths: Tensor) -> Tensor:
-        """Return the most words, the end included, of translations of ``lengths [B]`` words.
+        """Return the largest number of words, the end included, of translations of ``lengths [B]``.
 
         Raises:
             ValueError, TypeError: an argument does not fit; the message names it.

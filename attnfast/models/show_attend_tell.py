@@ -70,10 +70,10 @@ class GridEncoder(nn.Module):
     the cell r, c is ``field`` × ``field`` pixels around the one at S r, S c.
 
     Args:
-        channels: of an image.
-        features: of each layer.
-        strides: of each layer.
-        place_scale: s; a position that is not larger than many features has little influence.
+        channels: number of channels of an image.
+        features: number of features of each layer.
+        strides: stride of each layer.
+        place_scale: s; beside many features, positions of a small scale have little influence.
 
     Papers: Xu et al., "Show, Attend and Tell", ICML 2015, arXiv:1502.03044, whose grid is a trained
     network's of 14 × 14 cells; Ioffe and Szegedy, "Batch Normalization", ICML 2015,
@@ -111,7 +111,8 @@ class GridEncoder(nn.Module):
         for size, stride in zip(features, strides):
             check_sizes(features=size, strides=stride)
             layer = nn.Conv2d(before, size, KERNEL, stride, KERNEL // 2, bias=False)
-            nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")  # PyTorch's own fade away
+            # With PyTorch's default initialisation the features vanish.
+            nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
             self.layers.append(layer)
             self.norms.append(nn.BatchNorm1d(size))
             self.field += (KERNEL - 1) * self.stride
@@ -175,11 +176,11 @@ class GridEncoder(nn.Module):
 
 
 class MeanContext(FixedContext):
-    r"""No attention: all states of a decoder get the same context, the mean of the source's states.
+    r"""No attention: every decoder state gets the same context, the mean of the source's states.
 
     .. math:: c_t = \frac1n \sum_j h_j
 
-    It has the two methods of an attention, so that decoders need no special case.
+    It has the two methods of an attention module, so that decoders need no special case.
 
     Example:
         >>> attention = attnfast.models.MeanContext()
@@ -296,7 +297,7 @@ class ShowAttendTell(nn.Module):
     :mod:`attnfast.decoding` accept it, with images as the source and their sizes as lengths.
 
     Args:
-        encoder: images and sizes to grids.
+        encoder: maps images and sizes to grids.
         attention: of the decoder, with queries of ``hidden_dim`` and keys of the encoder's
             features: from :mod:`attnfast.nn` a ``BahdanauAttention``, ``LuongAttention``,
             ``TopKAttention`` or ``CoverageAttention``, alone or inside
@@ -304,10 +305,10 @@ class ShowAttendTell(nn.Module):
             only around attention without a history; or :class:`MeanContext`. Attention that
             depends on the order of keys, which padding would change, and attention with heads are
             not supported.
-        vocab_size: V, the four special ids and a word at least.
+        vocab_size: V, at least the four special ids and a word.
         hidden_dim, embed_dim: features of the decoder's states, and of a word.
         dropout: on words and on the input of the output layer.
-        max_length: most words of a caption that a search finds, the end included.
+        max_length: largest number of words of a caption in a search, the end included.
 
     Paper: Xu et al., "Show, Attend and Tell: Neural Image Caption Generation with Visual
     Attention", ICML 2015, arXiv:1502.03044.
@@ -356,7 +357,7 @@ class ShowAttendTell(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def output_limit(self, sizes: Tensor) -> Tensor:
-        """Return the most words, the end included, of captions of images of ``sizes [B, 2]``.
+        """Return the largest number of words of the captions of images ``sizes [B, 2]``.
 
         Raises:
             ValueError, TypeError: an argument does not fit; the message names it.

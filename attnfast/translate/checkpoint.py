@@ -1,7 +1,7 @@
-"""Checkpoints, which are written and read atomically, and without running code.
+"""Checkpoints: they are written atomically, and read without running code.
 
 A checkpoint is a file of ``torch.save``, a zip archive, whose comment at the end is the SHA-256 of
-all bytes before it, so that one rename moves both and ``torch.load`` reads the file.
+all bytes before it, so that one rename replaces both and ``torch.load`` can read the file.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def write_atomically(path: Path, content: bytes) -> None:
     temporary = None
     path = path.resolve()  # a symbolic link is preserved
     try:
-        if path.exists() and not path.is_file():  # a pipe or a device has nothing to lose
+        if path.exists() and not path.is_file():  # a pipe or a device: nothing to preserve
             path.write_bytes(content)
             return
         for left in glob.glob(f".{glob.escape(path.name)}.*.part", root_dir=path.parent):
@@ -149,7 +149,7 @@ def write(path: Path, state: dict[str, Any]) -> None:
     """Write the dictionary of a checkpoint, such as :func:`load` returns, with its checksum."""
     file = io.BytesIO()
     torch.save(state, file)
-    content = file.getvalue()[:-2] + DIGITS.to_bytes(2, "little")  # of the comment: it had none
+    content = file.getvalue()[:-2] + DIGITS.to_bytes(2, "little")  # length of the comment
     write_atomically(path, content + hashlib.sha256(content).hexdigest().encode())
 
 

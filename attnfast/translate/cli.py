@@ -1,11 +1,11 @@
 """The command line: ``attnfast train``, ``translate``, ``score``, ``inspect``, ``demo``, ``info``.
 
-An option of ``train`` is a field ``setting(…)``: of ``models.Config`` if it is a model's, of
-``translate.trainer.Options`` if it is training's. One of ``translate`` or ``score`` is a field of
-``translate.evaluate.SearchOptions``. Options for files are in ``_parser``.
+An option of ``train`` is a field ``setting(…)`` of ``models.Config`` if the model depends on it, or
+else of ``translate.trainer.Options``. An option of ``translate`` or ``score`` is a field of
+``translate.evaluate.SearchOptions``. ``_parser`` adds the options for files.
 
-Bad input ends in one sentence on the standard error and exit status 2; Ctrl-C and SIGTERM in one
-sentence and 128 more than the signal's number: 130 and 143.
+For invalid input a command prints one sentence on the standard error and exits with status 2. After
+Ctrl-C or SIGTERM it prints one sentence and exits with 128 plus the signal's number: 130 or 143.
 """
 
 from __future__ import annotations
@@ -95,13 +95,13 @@ def train(args: argparse.Namespace) -> None:
     directory = Path(args.model_dir)
     with join_processes(device) as processes, contextlib.ExitStack() as stack:
         if not processes.rank:
-            make_folder(directory)  # fail now instead of an epoch later
+            make_folder(directory)  # raise before the first epoch
             stack.enter_context(lock(directory))
         _train(args, config, options, processes, pairs, valid_pairs, links)
 
 
 def _no_log(sentence: str) -> None:
-    """Log nothing, in all processes but the first."""
+    """Log nothing; used in all processes but the first."""
 
 
 def _write_config(path: Path, options: dict[str, Any]) -> None:
@@ -163,7 +163,7 @@ def _train(
                     f"{option} must be {value}, as when the training of {last} began, "
                     f"got {getattr(args, option)}"
                 )
-        if kind == "word":  # as many as there were
+        if kind == "word":  # the size of the saved vocabulary
             config = dataclasses.replace(config, vocab_size=saved.vocab_size)
     elif last.exists():
         raise InputError(
@@ -261,7 +261,7 @@ def _translate_stream(
     options: SearchOptions,
     to_text: Callable[[str, Translation], str],
 ) -> None:
-    """Translate the lines of the standard input as they come, and write them at once."""
+    """Translate the lines of the standard input as they arrive, and write results at once."""
     from attnfast.decoding import sharing_packed_parameters
     from attnfast.translate.data import stream_lines
     from attnfast.translate.evaluate import translate as translate_lines
@@ -282,7 +282,7 @@ def _translate_stream(
 
 
 def _read_input() -> bytes:
-    """Return the bytes of the standard input that have come, or wait for some; none at its end."""
+    """Wait for bytes of the standard input; return those available, or none at its end."""
     try:
         if sys.stdin is not None:
             return sys.stdin.buffer.read1(2**16)  # type: ignore[union-attr]
@@ -331,7 +331,7 @@ def translate(args: argparse.Namespace) -> None:
     if args.output is None:
         _check_output()
     else:
-        check_file(Path(args.output))  # fail now instead of later
+        check_file(Path(args.output))  # raise before the translation
     if args.input is args.output is args.prefix is None:
         _translate_stream(*_load(args), options, to_text)
         return
@@ -474,7 +474,7 @@ def inspect(args: argparse.Namespace) -> None:
 
 
 def info(args: argparse.Namespace) -> None:
-    """Print versions, threads, and each backend, on or off and why."""
+    """Print versions, the number of threads, and for each backend whether it is on, or why not."""
     print(f"attnfast {__version__}")
     print(f"python   {platform.python_version()}")
     print(f"torch    {torch.__version__}")

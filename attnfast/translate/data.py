@@ -70,16 +70,16 @@ def _decode(line: bytes, name: str, number: int) -> str:
 
 
 def stream_lines(read: Callable[[], bytes], name: str, batch_size: int = 64) -> Iterator[list[str]]:
-    r"""Yield the lines of :func:`decode_lines` as they come, up to ``batch_size`` at a time.
+    r"""Yield the lines of :func:`decode_lines` as they arrive, up to ``batch_size`` at a time.
 
     Gzipped text, and text without any ``\n``, is read to its end first.
 
     Args:
-        read: returns bytes, at least one, as soon as there are some; none at the end.
+        read: waits for bytes and returns those available, or none at the end.
         name: as in :func:`decode_lines`.
 
     Raises:
-        InputError: as :func:`decode_lines`, once the wrong line has come.
+        InputError: as :func:`decode_lines`, when the invalid line is read.
     """
     number = 1
     for part in _whole_lines(read):
@@ -94,7 +94,7 @@ def stream_lines(read: Callable[[], bytes], name: str, batch_size: int = 64) -> 
 
 
 def _whole_lines(read: Callable[[], bytes]) -> Iterator[bytes]:
-    """Yield what has come up to its last end of a line; gzipped content whole."""
+    """Yield the bytes read up to the last end of a line; gzipped content at once."""
     content, is_first = bytearray(), True
     while block := read():
         content += block
@@ -184,7 +184,7 @@ class Tokenizer(Protocol):
 
     kind: str
     vocab_size: int
-    #: Parts of a text that the vocabulary has or lacks: ``"characters"`` or ``"words"``.
+    #: The units that the vocabulary may lack: ``"characters"`` or ``"words"``.
     parts: str
 
     def oov_words(self, text: str) -> list[str]:
@@ -202,7 +202,7 @@ class Tokenizer(Protocol):
         ...
 
     def lacking(self, texts: Iterable[str]) -> Counter[str]:
-        """Count the parts of the texts that do not come back from their ids."""
+        """Count the characters or words of the texts that decoding their ids does not restore."""
         ...
 
     def word_numbers(self, text: str) -> list[int]:
@@ -334,7 +334,7 @@ class SubwordTokenizer:
 
     def lacking(self, texts: Iterable[str]) -> Counter[str]:
         counts: Counter[str] = Counter()
-        form = None if self.form is None else "NFC"  # marks that both forms compose are not lost
+        form = None if self.form is None else "NFC"  # marks that both forms compose do not count
         for text in texts:
             counts.update(_normalised(text, form))
         return Counter({c: n for c, n in counts.items() if self.decode(self.encode(c)) != c})
@@ -463,7 +463,7 @@ class Batch(NamedTuple):
     alignment: Tensor | None = None
 
     def to(self, device: torch.device | str) -> Batch:
-        """Move all but the lengths."""
+        """Move all tensors but the lengths to a device."""
         source, lengths, target_in, target_out, alignment = self
         if alignment is not None:
             alignment = alignment.to(device)
@@ -486,8 +486,8 @@ def encode_pairs(
     are linked with it, unless the tokenizer's words differ from those between white space.
 
     Returns:
-        The examples, and a sentence on the pairs left out: those with an empty side and those
-        with more than ``max_length`` tokens on one. It is empty when none was.
+        The examples, and a sentence about the skipped pairs: those with an empty side and those
+        with more than ``max_length`` tokens on one. It is empty if no pair was skipped.
     """
     examples, empty, long = [], 0, 0
     for i, pair in enumerate(pairs):
@@ -520,7 +520,7 @@ def _aligned(tokenizer: Tokenizer, pair: tuple[str, str], links: Links) -> list[
 
 
 def pad(sentences: Sequence[Sequence[int]]) -> Tensor:
-    """Put sentences into one tensor ``[B, T]``, padded at the end."""
+    """Return sentences as one tensor ``[B, T]``, padded at the end."""
     rows = [torch.tensor(sentence, dtype=torch.long) for sentence in sentences]
     return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=PAD)
 

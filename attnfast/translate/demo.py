@@ -41,8 +41,8 @@ class Settings(NamedTuple):
     """The amount of work of a demo.
 
     Args:
-        pairs, test_pairs: sentences to learn from, and others to translate.
-        steps, batch_size, learning_rate: of the training.
+        pairs, test_pairs: numbers of training sentences and of test sentences.
+        steps, batch_size, learning_rate: settings of the training.
         dim: features of words and of each encoder direction; decoder and attention have twice as
             many.
         lengths, repeats: sentence lengths of the time and memory charts, and the number of timings
@@ -70,7 +70,7 @@ class Learner(NamedTuple):
 
 
 class Result(NamedTuple):
-    """Measurements by model; ``bleu_by_length`` is :mod:`attnfast.translate.scores`'s."""
+    """Measurements by model; ``bleu_by_length`` is from :mod:`attnfast.translate.scores`."""
 
     step_seconds: dict[str, float]
     long_step_seconds: dict[str, float]
@@ -182,7 +182,7 @@ def draw_charts(
 def draw_sentence(
     model: Seq2Seq, tokenizer: Tokenizer, test: Sequence[Pair], outputs: Sequence[str]
 ) -> bytes:
-    """Draw the attention of one translation: right, of middle length, its words reordered."""
+    """Draw the attention of a correct translation of medium length with reordered words."""
 
     def worth(i: int) -> tuple[bool, bool, bool, bool]:
         words = test[i][0].split()
@@ -221,7 +221,7 @@ def evaluate(
 
 
 def table(result: Result) -> str:
-    """Lay out a result, a column for each model."""
+    """Return a result as text, with a column for each model."""
     rows = [["", *MODELS]]
     for title, values, scale, form in (
         ("training step, median", result.step_seconds, 1e3, "{:.0f} ms"),

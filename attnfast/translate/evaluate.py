@@ -130,7 +130,7 @@ class Hypothesis(NamedTuple):
 class Translation(NamedTuple):
     """The translations of a line, the best first or in the order drawn; none of an empty line.
 
-    ``is_limited``: the first is as long as the search allows, and may lack its end.
+    ``is_limited``: the first has the largest length that the search allows, and may lack its end.
     """
 
     source_tokens: list[str]
@@ -232,7 +232,7 @@ def _encode(
     """Encode a line and the beginning of its translation."""
     oov = [] if model.pointer is None else tokenizer.oov_words(line)
     ids, tokens = tokenizer.encode(line, oov), tokenizer.tokens(line)
-    positions = getattr(model.encoder, "max_length", None)  # of which the end takes one
+    positions = getattr(model.encoder, "max_length", None)  # including the end
     limits = [options.max_length, None if positions is None else positions - 1]
     limit = min([x for x in limits if x is not None], default=len(ids))
     if len(ids) > limit:

@@ -37,10 +37,15 @@ NUMBERS = {
 class Sentence(NamedTuple):
     """Measurements of one sentence's attention.
 
-    ``number`` is its line. ``source`` and ``target`` are tokens, each with its end; ``weights
-    [T, Tk]``. ``failures`` are among :data:`PATTERNS`. ``links`` are the true ones of tokens,
-    ``(source, target)``; ``words`` are the links of words that attention has, and the sure and
-    possible ones, and ``error_rate`` is that of the alignment. These are None if not known.
+    Attributes:
+        number: number of the line.
+        source, target: tokens, each with the end.
+        weights: ``[T, Tk]``.
+        numbers: measurements by name.
+        failures: names of :data:`PATTERNS`.
+        links: the true links of tokens, ``(source, target)``, or None.
+        error_rate: the alignment error rate, or None.
+        words: the predicted, the sure and the possible links of words, or None.
     """
 
     number: int

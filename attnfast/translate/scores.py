@@ -118,10 +118,14 @@ def group_by_length(sources: Sequence[str], edges: Sequence[int]) -> dict[str, l
 
 
 class LengthScore(NamedTuple):
-    """Scores of the sentences whose sources have some number of words.
+    """Scores of the sentences whose source lengths are in a group.
 
-    ``name`` of the lengths, such as "6–10"; number of ``sentences``; ``bleu``; ``ratio`` of the
-    words of outputs to those of references; ``repeated``, the share of :func:`repeated_share`.
+    Attributes:
+        name: name of the group, such as "6–10".
+        sentences: number of sentences.
+        bleu: corpus BLEU.
+        ratio: ratio of the words of outputs to those of references.
+        repeated: the share of :func:`repeated_share`.
     """
 
     name: str

@@ -127,7 +127,7 @@ ADJECTIVES = dict(
 ADVERBS = dict(today="heute", now="jetzt", often="oft", sometimes="manchmal")
 CONJUNCTIONS = {"and": ["und"], "but": [",", "aber"]}
 
-#: The forms of *der* by case, for m, f, n and the plural; *dieser* ends alike.
+#: The forms of *der* by case, for m, f, n and the plural; *dieser* has the same endings.
 ARTICLES = {
     "nominative": dict(m="der", f="die", n="das", p="die"),
     "accusative": dict(m="den", f="die", n="das", p="die"),
@@ -200,7 +200,7 @@ class Grammar:
         return Phrase([that, *english], [",", relative, *other.german, *rest, finite, ","])
 
     def clause(self, relatives: float) -> Phrase:
-        """Draw a main clause; an adverb in front pulls the German verb before the subject."""
+        """Draw a main clause; after an adverb, the German verb precedes the subject."""
         subject = self.noun_phrase("nominative", relatives)
         transitive = self._chance(0.8)
         verb, finite, rest = self.verb(

@@ -148,7 +148,7 @@ class Options:
         check_settings(self)
 
     def check(self, config: Config) -> None:
-        """Raise if an option of these or of the config has no effect on a training."""
+        """Raise if one of these options, or of the config, has no effect on a training."""
         attention, sparse = config.attention, config.self_attention
         unused = f"for attention {attention!r}"
         for x, name, is_used, where in (
@@ -362,9 +362,9 @@ class Trainer:
 
     Args:
         config, model, tokenizer: the model to train, on its device, with config and tokenizer.
-        train: the pairs to learn from.
-        valid: the pairs to measure the loss on.
-        valid_text: source and target lines to measure BLEU on.
+        train: training pairs.
+        valid: pairs for the validation loss.
+        valid_text: source and target lines for the validation BLEU.
         directory: folder of the checkpoints ``last.pt`` and ``best.pt`` and of ``log.csv``.
         processes: those that train together, each with a part of every batch.
         measure: returns further measurements of the validated model, by name, for the log.
@@ -388,7 +388,7 @@ class Trainer:
         self.device = next(self.model.parameters()).device
         if self.config.hard and self.processes.count > 1:
             raise InputError(f"--hard: expected one process, got {self.processes.count}")
-        if self.processes.rank:  # parameters are the first process's; dropout differs
+        if self.processes.rank:  # parameters are those of the first process; dropout differs
             torch.manual_seed(self.options.seed + self.processes.rank)
         self.optimizer = make_optimizer(self.model, self.options)
         self.reinforce = None
@@ -398,7 +398,7 @@ class Trainer:
         #: The model that is trained, and the one that is validated and saved in best.pt.
         self.trained: Any = self.model
         if self.options.compile:
-            torch._dynamo.config.allow_rnn = True  # of which the encoder uses the parameters
+            torch._dynamo.config.allow_rnn = True  # the encoder uses the parameters of an nn.RNN
             self.trained = torch.compile(self.model, dynamic=True)
         self.trained = self.processes.wrap(self.trained)
         self.average = None
@@ -421,7 +421,7 @@ class Trainer:
             model.length_ratio, model.longest_target = ratio, longest
 
     def _fingerprints(self) -> dict[str, int]:
-        """Return a checksum of the training pairs, and one of those that BLEU is measured on."""
+        """Return checksums of the training pairs and of the lines of the validation BLEU."""
         both = {"pairs": self.train, "valid_pairs": [tuple(x) for x in self.valid_text]}
         return {name: zlib.crc32(repr(pairs).encode()) for name, pairs in both.items()}
 
@@ -517,7 +517,7 @@ class Trainer:
             report: called with a line on each epoch, and every minute if no bar is shown.
 
         Raises:
-            Interrupted: Ctrl-C or SIGTERM; ``last.pt`` has all up to the last finished step.
+            Interrupted: Ctrl-C or SIGTERM; ``last.pt`` has the state after the last finished step.
         """
         with stop_on_signal() as check:
             while self.epoch < self.options.epochs and not self._has_converged():
@@ -542,7 +542,7 @@ class Trainer:
                 )
 
     def _has_converged(self) -> bool:
-        """Return whether the patience is over."""
+        """Return whether no epoch within the patience was better."""
         if self.options.patience is None or not self.history:
             return False
         best = max(range(len(self.history)), key=lambda i: rank(self.history[i]))
