@@ -1,6 +1,6 @@
 // Code of copy_distribution shared by CPU and CUDA: its few hundred source words. It computes in
 // double, because differences of large logarithms become exponents in log space. Internal to every
-// translation unit that includes it, which must have declared ::exp and ::log (see cpu/vector.h).
+// translation unit that includes it; without math.h, see cpu/vector.h.
 #pragma once
 #include "copying.h"
 
@@ -11,13 +11,23 @@ constexpr double kLowest = -87.336544750553102;     // the logarithm of the smal
 constexpr double kMaxLogGradient = 80;              // e^80 is the largest gradient
 constexpr double kSlight = 1.8048513878454153e-35;  // e^-80; a smaller mass counts as 0
 
-ATTNFAST_DEVICE inline double exp_of(double x) { return ::exp(x > kMaxLogGradient ? kMaxLogGradient : x); }
+#if defined(__CUDACC__)
+ATTNFAST_DEVICE inline double exponential(double x) { return ::exp(x); }
+ATTNFAST_DEVICE inline double logarithm(double x) { return ::log(x); }
+#else
+inline double exponential(double x) { return __builtin_exp(x); }
+inline double logarithm(double x) { return __builtin_log(x); }
+#endif
+
+ATTNFAST_DEVICE inline double exp_of(double x) {
+  return exponential(x > kMaxLogGradient ? kMaxLogGradient : x);
+}
 
 // p = sigmoid(gate) and q = 1 - p, and their logarithms.
 struct Gate {
   double p, q, log_p, log_q;
   ATTNFAST_DEVICE explicit Gate(double gate) {
-    const double e = ::exp(gate < 0 ? gate : -gate), sum = ::log(1 + e);
+    const double e = exponential(gate < 0 ? gate : -gate), sum = logarithm(1 + e);
     const double likely = 1 / (1 + e), unlikely = e / (1 + e);
     p = gate < 0 ? unlikely : likely;
     q = gate < 0 ? likely : unlikely;
@@ -43,7 +53,7 @@ struct Word {
     }
     ratio = 1 / (copied + u);
     generated = u * ratio;
-    log_p = d > 0 ? log_generated + ::log(1 + copied * exp_of(-d)) : log_q + ::log(copied + u);
+    log_p = d > 0 ? log_generated + logarithm(1 + copied * exp_of(-d)) : log_q + logarithm(copied + u);
   }
 };
 

@@ -130,7 +130,7 @@ void forward(const CopyForward& a, int64_t index, void* buffer) {
     if (!a.log) store_part(out + v, e, n);
     return e;
   });
-  const double log_sum_exp = total == 0 ? -infinity<C>() : top + ::log(total);
+  const double log_sum_exp = total == 0 ? -infinity<C>() : top + __builtin_log(total);
   *at<double>(a.log_sum_exp, r.b, r.t) = log_sum_exp;
   if (!a.log) {
     const C scale = total == 0 ? 0 : r.gate.p / total;

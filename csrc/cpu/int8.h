@@ -10,6 +10,10 @@
 #pragma once
 #include "product.h"
 
+#if defined(__aarch64__) && defined(__linux__)
+extern "C" unsigned long getauxval(unsigned long) noexcept;
+#endif
+
 namespace attnfast {
 namespace VARIANT {
 namespace {
@@ -29,6 +33,9 @@ Ints round_vector(Vec<float> x, float inverse, int8_t* out) {
   const __m256i low = _mm256_set1_epi32(0x0c080400), fours = _mm256_shuffle_epi8((__m256i)bits, low);
   _mm_storel_epi64((__m128i*)out,
                    _mm_unpacklo_epi32(_mm256_castsi256_si128(fours), _mm256_extracti128_si256(fours, 1)));
+#elif defined(__aarch64__)
+  const int8x16_t bytes = (int8x16_t)bits, fours = vuzp1q_s8(vuzp1q_s8(bytes, bytes), bytes);
+  __builtin_memcpy(out, &fours, 4);
 #else
   for (int i = 0; i < Vector<float>::width; ++i) out[i] = (int8_t)bits[i];
 #endif
@@ -183,6 +190,71 @@ __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni"))) void qu
 }
 #endif
 
+#if defined(__aarch64__)
+// Whether the processor sums products of four bytes in one instruction.
+bool has_dot_products() {
+#if defined(__ARM_FEATURE_DOTPROD)
+  return true;
+#elif defined(__linux__)
+  return getauxval(16) >> 20 & 1;  // AT_HWCAP, HWCAP_ASIMDDP
+#else
+  return false;
+#endif
+}
+
+// Set out[r] += (sums of x and w) s_x s_w for the columns of a vector.
+inline __attribute__((always_inline)) void add_bytes(int32x4_t sums, float scale, const float* scales,
+                                                     float* out) {
+  const float32x4_t scaled = vmulq_f32(vcvtq_f32_s32(sums), vmulq_n_f32(vld1q_f32(scales), scale));
+  vst1q_f32(out, vaddq_f32(vld1q_f32(out), scaled));
+}
+
+// The sums are those of pairs of products in 16 bits.
+template <int R>
+void pair_tile(const ByteRows& a, int64_t first, int64_t depth, const float* panel, float* out) {
+  constexpr int64_t P = kBytePanel;
+  int32x4_t sums[R][4] = {};  // of half a vector of columns, two of each
+  const auto* weights = reinterpret_cast<const int8_t*>(panel + 2 * P);
+  for (int64_t k = 0; k < quads(depth); ++k, weights += 4 * P) {
+    const int8x16_t w[2] = {vld1q_s8(weights), vld1q_s8(weights + 16)};
+    for (int r = 0; r < R; ++r) {
+      uint32_t four;
+      __builtin_memcpy(&four, a.data + (first + r) * a.stride + 4 * k, 4);
+      const int8x16_t x = vreinterpretq_s8_u32(vdupq_n_u32(four ^ 0x80808080u));
+      for (int i = 0; i < 2; ++i) {
+        sums[r][2 * i] = vpadalq_s16(sums[r][2 * i], vmull_s8(vget_low_s8(w[i]), vget_low_s8(x)));
+        sums[r][2 * i + 1] = vpadalq_s16(sums[r][2 * i + 1], vmull_high_s8(w[i], x));
+      }
+    }
+  }
+  for (int r = 0; r < R; ++r)
+    for (int i = 0; i < 2; ++i)
+      add_bytes(vpaddq_s32(sums[r][2 * i], sums[r][2 * i + 1]), a.scales[first + r], panel + 4 * i,
+                out + r * P + 4 * i);
+}
+
+template <int R>
+__attribute__((target("arch=armv8.2-a+dotprod"))) void quad_tile(const ByteRows& a, int64_t first,
+                                                                 int64_t depth, const float* panel,
+                                                                 float* out) {
+  constexpr int64_t P = kBytePanel;
+  int32x4_t sums[R][2] = {};
+  const auto* weights = reinterpret_cast<const int8_t*>(panel + 2 * P);
+  for (int64_t k = 0; k < quads(depth); ++k, weights += 4 * P) {
+    const int8x16_t w[2] = {vld1q_s8(weights), vld1q_s8(weights + 16)};
+    for (int r = 0; r < R; ++r) {
+      uint32_t four;
+      __builtin_memcpy(&four, a.data + (first + r) * a.stride + 4 * k, 4);
+      const int8x16_t x = vreinterpretq_s8_u32(vdupq_n_u32(four ^ 0x80808080u));
+      for (int i = 0; i < 2; ++i) sums[r][i] = vdotq_s32(sums[r][i], w[i], x);
+    }
+  }
+  for (int r = 0; r < R; ++r)
+    for (int i = 0; i < 2; ++i)
+      add_bytes(sums[r][i], a.scales[first + r], panel + 4 * i, out + r * P + 4 * i);
+}
+#endif
+
 // Compute out[r] += a[first + r] . panel.
 void multiply_bytes(const ByteRows& a, int64_t first, int64_t rows, int64_t depth, const float* panel,
                     float* out) {
@@ -196,6 +268,10 @@ void multiply_bytes(const ByteRows& a, int64_t first, int64_t rows, int64_t dept
     return run(quad_tile<8>, 8), run(quad_tile<5>, 5), run(quad_tile<3>, 3), run(quad_tile<1>, 1);
 #endif
 #if defined(__AVX2__)
+  return run(pair_tile<4>, 4), run(pair_tile<1>, 1);
+#elif defined(__aarch64__)
+  static const bool has_quads = has_dot_products();
+  if (has_quads) return run(quad_tile<8>, 8), run(quad_tile<3>, 3), run(quad_tile<1>, 1);
   return run(pair_tile<4>, 4), run(pair_tile<1>, 1);
 #endif
   run(byte_tile<1>, 1);

@@ -125,7 +125,7 @@ __attribute__((noinline)) void gemm_small_tile(const C* p, int64_t p_row, int64_
 template <bool weights, bool more, class C, class O>
 void gemm_small_rows(const C* p, int64_t p_row, int64_t p_col, int64_t rows, int64_t n, const C* v,
                      int64_t v_row, C scale, O* out, int64_t out_stride, int64_t width) {
-  constexpr int R = kVectorBytes == 64 ? 8 : 6;  // rows that the registers hold
+  constexpr int R = kRegisters == 32 ? 8 : 6;  // rows that the registers hold
   const auto run = [&](auto tile, int64_t r) {
     tile(p + r * p_row, p_row, p_col, n, v, v_row, scale, out + r * out_stride, out_stride, width);
   };

@@ -126,7 +126,7 @@ static inline Vec<float> tanh_of(Vec<float> x) {
   return half[0] * -2.f;
 }
 static inline Vec<double> tanh_of(Vec<double> x) {
-  for (int i = 0; i < Vector<double>::width; ++i) x[i] = ::tanh(x[i]);
+  for (int i = 0; i < Vector<double>::width; ++i) x[i] = __builtin_tanh(x[i]);
   return x;
 }
 static inline Vec<float> sigmoid_of(Vec<float> x) { return reciprocal(exp(-x) + 1.f); }

@@ -252,7 +252,7 @@ void describe(const Row<C>& s, C mass, int64_t first, C* statistics) {
   };
   double entropy = 0, most = 0, position = 0, mean = 0, variance = 0;
   each_weight([&](double p, double j) {
-    entropy -= p * ::log(p);
+    entropy -= p * __builtin_log(p);
     if (p > most) most = p, position = j;
     mean += p / mass * j;
   });
@@ -278,8 +278,8 @@ C normalise(const Row<C>& s, C mass, Flags<C>& zeros) {
     zeros |= p == 0;
     s.put(j, p);
   }
-  if constexpr (sizeof(C) == 4) return ::logf(mass);
-  else return ::log(mass);
+  if constexpr (sizeof(C) == 4) return __builtin_logf(mass);
+  else return __builtin_log(mass);
 }
 
 // Replace a row of scores by its softmax, in coverage_attention. Attention runs the three steps

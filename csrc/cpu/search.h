@@ -288,7 +288,7 @@ class BeamSearch {
     double sum = 0;
     for (int64_t j = 0; j < min(seen, a.step.Tk); ++j) {
       if (attention.mask.data && !row<bool>(attention.mask, i)[j * attention.mask.column]) continue;
-      sum += ::log((double)(sums[j] > 1 ? 1 : sums[j] < least ? least : sums[j]));
+      sum += __builtin_log((double)(sums[j] > 1 ? 1 : sums[j] < least ? least : sums[j]));
     }
     return a.coverage_penalty * sum;
   }
@@ -297,7 +297,7 @@ class BeamSearch {
   double log_of_sum(const Mass<C>* masses) const {
     Mass<C> mass = {-(C)__builtin_inf(), 0};
     for (int64_t group = 0; group < groups; ++group) mass.add(masses[group]);
-    return mass.largest + ::log(mass.sum);
+    return mass.largest + __builtin_log(mass.sum);
   }
 
   // Return the shift that turns a logit of row r into its score, a log-probability: NaN if any score is,

@@ -39,10 +39,10 @@ struct Mass {
   void add(const Mass& x) {
     if (x.sum == 0) return;  // of no word
     if (!(x.largest <= largest)) {
-      sum *= ::exp((double)largest - x.largest);
+      sum *= __builtin_exp((double)largest - x.largest);
       largest = x.largest;
     }
-    sum += x.sum * ::exp((double)x.largest - largest);
+    sum += x.sum * __builtin_exp((double)x.largest - largest);
   }
 };
 

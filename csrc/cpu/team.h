@@ -29,6 +29,8 @@ class Member {
     for (int64_t turns = 0; __atomic_load_n(&team.done, __ATOMIC_ACQUIRE) < expected; ++turns) {
 #if defined(__AVX2__)
       _mm_pause();
+#elif defined(__aarch64__)
+      __asm__ volatile("yield");
 #endif
       if (turns > 4000) sched_yield();
     }

@@ -31,7 +31,7 @@ inline Vec<float> log_of_one_more(Vec<float> y) {
   return s * p * 2.f;
 }
 inline Vec<double> log_of_one_more(Vec<double> y) {
-  for (int i = 0; i < Vector<double>::width; ++i) y[i] = ::log(1 + y[i]);
+  for (int i = 0; i < Vector<double>::width; ++i) y[i] = __builtin_log(1 + y[i]);
   return y;
 }
 
@@ -45,7 +45,8 @@ struct Transition {
     Vec<C> log() const { return top == -(C)__builtin_inf() ? top : top + log_of_one_more(sum - (C)1); }
   };
 
-  explicit Transition(C u) : u(u), log_stay(::log((double)(1 - u))), log_move(::log((double)u)) {}
+  explicit Transition(C u)
+      : u(u), log_stay(__builtin_log((double)(1 - u))), log_move(__builtin_log((double)u)) {}
 
   Sum operator()(Vec<C> here, Vec<C> before) const {
     const Vec<C> a = here + log_stay, b = before + log_move, top = a > b ? a : b;
@@ -89,7 +90,7 @@ void transition_softmax(C u, int64_t n, int64_t Tk, C* past, C* log_weights, C* 
     store_part(e + j, y, n - j);
   }
   const C mass = sum<C>(total), inverse = mass == 0 ? 0 : 1 / mass;
-  const C log_mass = mass == 0 ? 0 : ::log((double)mass);
+  const C log_mass = mass == 0 ? 0 : __builtin_log((double)mass);
   for (int64_t j = 0; j < n; ++j) {
     e[j] *= inverse;
     past[j] = log_weights[j] -= log_mass;

@@ -7,20 +7,24 @@
 #include <stdint.h>
 #if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
-
-extern "C" double exp(double);
-extern "C" double tanh(double);
-extern "C" double log(double);
-extern "C" float logf(float);
 
 namespace attnfast {
 namespace VARIANT {
 
 #if defined(__AVX512F__)
 constexpr int kVectorBytes = 64;
+#elif defined(__aarch64__)
+constexpr int kVectorBytes = 16;  // GCC compares wider vectors lane by lane
 #else
-constexpr int kVectorBytes = 32;  // two 16-byte registers: more lanes, finer partial sums
+constexpr int kVectorBytes = 32;  // without AVX2 two registers: more lanes, finer partial sums
+#endif
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int kRegisters = 32;
+#else
+constexpr int kRegisters = 16;
 #endif
 
 template <class C>
@@ -112,6 +116,9 @@ static inline Flags<C> lanes_within(int64_t first, int64_t from, int64_t to) {
 
 template <class C>
 static inline C sum(Vec<C> x) {
+#if defined(__aarch64__)
+  if constexpr (sizeof(C) == 4) return vaddvq_f32((float32x4_t)x);
+#endif
   C s[Vector<C>::width];
   __builtin_memcpy(s, &x, sizeof x);
   for (int n = Vector<C>::width / 2; n > 0; n /= 2)
@@ -122,6 +129,9 @@ static inline C sum(Vec<C> x) {
 // Return the largest element; x must not contain NaN.
 template <class C>
 static inline C highest(Vec<C> x) {
+#if defined(__aarch64__)
+  if constexpr (sizeof(C) == 4) return vmaxvq_f32((float32x4_t)x);
+#endif
   C s[Vector<C>::width];
   __builtin_memcpy(s, &x, sizeof x);
   for (int n = Vector<C>::width / 2; n > 0; n /= 2)
@@ -176,6 +186,12 @@ inline void sums(const Vec<float> (&x)[4], float* out) {
 #endif
   _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
 }
+#elif defined(__aarch64__)
+template <>
+inline void sums(const Vec<float> (&x)[4], float* out) {
+  const auto pairs = [](auto a, auto b) { return vpaddq_f32((float32x4_t)a, (float32x4_t)b); };
+  vst1q_f32(out, pairs(pairs(x[0], x[1]), pairs(x[2], x[3])));
+}
 #endif
 
 template <class C>
@@ -184,6 +200,8 @@ static inline bool any(Flags<C> x) {
   return _mm512_test_epi32_mask((__m512i)x, (__m512i)x);
 #elif defined(__AVX2__)
   return !_mm256_testz_si256((__m256i)x, (__m256i)x);
+#elif defined(__aarch64__)
+  return vmaxvq_u32((uint32x4_t)x) != 0;
 #else
   bool found = false;
   for (int i = 0; i < Vector<C>::width; ++i) found |= x[i] != 0;
@@ -202,6 +220,8 @@ static inline Vec<float> at_most(Vec<float> x, float limit) {
   return (Vec<float>)_mm512_min_ps((__m512)splat(limit), (__m512)x);
 #elif defined(__AVX2__)
   return (Vec<float>)_mm256_min_ps((__m256)splat(limit), (__m256)x);
+#elif defined(__aarch64__)
+  return (Vec<float>)vminq_f32((float32x4_t)x, vdupq_n_f32(limit));
 #else
   return x > limit ? splat(limit) : x;
 #endif
@@ -211,6 +231,8 @@ static inline Vec<float> at_least(Vec<float> x, float limit) {
   return (Vec<float>)_mm512_max_ps((__m512)splat(limit), (__m512)x);
 #elif defined(__AVX2__)
   return (Vec<float>)_mm256_max_ps((__m256)splat(limit), (__m256)x);
+#elif defined(__aarch64__)
+  return (Vec<float>)vmaxq_f32((float32x4_t)x, vdupq_n_f32(limit));
 #else
   return x < limit ? splat(limit) : x;
 #endif
@@ -237,7 +259,7 @@ static inline Vec<float> exp(Vec<float> x) {
 }
 
 static inline Vec<double> exp(Vec<double> x) {
-  for (int i = 0; i < Vector<double>::width; ++i) x[i] = ::exp(x[i]);
+  for (int i = 0; i < Vector<double>::width; ++i) x[i] = __builtin_exp(x[i]);
   return x;
 }
 
@@ -285,7 +307,7 @@ static inline void half_tanh(const Vec<float> (&z)[N], Vec<float> (&s)[N]) {
 template <int N>
 static inline void half_tanh(const Vec<double> (&z)[N], Vec<double> (&s)[N]) {
   for (int i = 0; i < N; ++i)
-    for (int j = 0; j < Vector<double>::width; ++j) s[i][j] = -0.5 * ::tanh(z[i][j]);
+    for (int j = 0; j < Vector<double>::width; ++j) s[i][j] = -0.5 * __builtin_tanh(z[i][j]);
 }
 
 // The element types of tensors.
