@@ -100,10 +100,11 @@ check-machine:
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -c 'import torch' 2>/dev/null \
 	  || $(PIP) 'torch==$(TORCH)+cpu' 2>/dev/null || $(PIP) 'torch==$(TORCH)'
-	$(PIP) 'setuptools>=77' wheel
+	$(PIP) ninja 'setuptools>=77' wheel
 	touch $@
 
-# First what pip would do without a word.
+# First what pip would do without a word; a compiler that fails ends it.
+.venv/installed: export ATTNFAST_BUILD_CPU = $(if $(shell command -v $(or $(CXX),g++)),1)
 .venv/installed: .venv/torch $(SOURCES)
 	$(BIN)/python setup.py -q build_ext --inplace
 	$(PIP) --no-build-isolation -e '.[translate,rouge,test,triton,lint]'

@@ -1,27 +1,32 @@
-"""Builds the compiled libraries; everything else is in pyproject.toml.
+"""Builds the compiled libraries by ninja; everything else is in pyproject.toml.
 
 They are plain shared libraries on PyTorch's stable ABI, not Python modules: one wheel serves every
-Python from 3.10 and every torch from 2.10. Without a compiler the package installs without them.
-The CUDA library is for a torch built with CUDA. What is compiled is said line by line, which pip
-shows with -v; `attnfast info` says what there is afterwards.
+Python from 3.10 and every torch from 2.10. Building needs torch's headers, of the torch that is
+installed where attnfast will be, also in a build that pip isolates. Without a C++ compiler, or if
+it fails, the package installs without the library: a text in its place says why, which
+`attnfast info` prints. `pip install -v` shows the progress.
 
-ATTNFAST_BUILD_CPU, ATTNFAST_BUILD_CUDA   0 leaves a library out, 1 insists on it
+ATTNFAST_BUILD_CPU, ATTNFAST_BUILD_CUDA   0 leaves a library out, 1 stops without it
 TORCH_CUDA_ARCH_LIST="8.0 9.0"            the architectures of the CUDA library, PTX for the last
 ATTNFAST_BUILD_ISA=avx2                   the CPU library for one instruction set alone, which
                                           builds in a third of the time; nothing checks that the
                                           processor has it
 ATTNFAST_CXXFLAGS="-g"                    more flags for the C++ compiler and its linker
-CXX, CUDA_HOME, MAX_JOBS                  as usual
+CXX, CUDA_HOME, MAX_JOBS                  the compilers, and how many run at once
+_PYTHON_HOST_PLATFORM="linux-aarch64"     the platform to cross-compile for, by a CXX for it
 """
 
 import os
-import platform
 import re
+import runpy
 import shlex
 import shutil
+import site
 import subprocess
-from concurrent.futures import ThreadPoolExecutor
+import sys
+import sysconfig
 from pathlib import Path
+from typing import NamedTuple
 
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
@@ -29,28 +34,47 @@ from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).parent
 OLDEST_TORCH = (2, 10)
-#: The oldest torch whose stable ABI is asked for, as the headers encode it.
+#: The oldest torch whose stable ABI is used, as the headers encode it.
 TARGET = f"-DTORCH_TARGET_VERSION=0x{OLDEST_TORCH[0]:02x}{OLDEST_TORCH[1]:02x}000000000000"
-X86 = platform.machine() in ("x86_64", "AMD64")
-VARIANTS = {
-    "portable": [],
-    **({"avx2": ["-mavx2", "-mfma"]} if X86 else {}),
-    **({"avx512": [f"-mavx512{x}" for x in ("f", "bw", "dq", "vl")] + ["-mfma"]} if X86 else {}),
-}
+SYSTEM, MACHINE = re.match(r"(\w+)-(?:.*-)?(\w+)$", sysconfig.get_platform()).groups()
+VARIANTS = {"portable": []}
+if MACHINE in ("x86_64", "amd64"):
+    VARIANTS["avx2"] = ["-mavx2", "-mfma"]
+    VARIANTS["avx512"] = [f"-mavx512{x}" for x in ("f", "bw", "dq", "vl")] + ["-mfma"]
 
 
-def torch_found() -> tuple[Path, str]:
-    """Return where torch is installed and its version, or stop with one sentence."""
-    wanted = f"attnfast needs torch >= {OLDEST_TORCH[0]}.{OLDEST_TORCH[1]} to build against"
-    try:
-        import torch
-    except ImportError:
-        raise SystemExit(
-            f"{wanted}, found none: install it first, then attnfast with --no-build-isolation"
-        ) from None
-    if tuple(int(x) for x in torch.__version__.split(".")[:2]) < OLDEST_TORCH:
-        raise SystemExit(f"{wanted}, found {torch.__version__}")
-    return Path(torch.__file__).parent, torch.__version__
+class Torch(NamedTuple):
+    """The torch to build against."""
+
+    folder: Path
+    cuda: str | None
+
+
+def find_torch() -> Torch:
+    """Return the installed torch; stop with one sentence if there is none, or too old a one.
+
+    A build that pip isolates has its own import path, but the same interpreter.
+    """
+    environments = (
+        [{}, {"base": os.environ["VIRTUAL_ENV"]}] if "VIRTUAL_ENV" in os.environ else [{}]
+    )
+    installed = [
+        sysconfig.get_path(x, vars=y) for y in environments for x in ("platlib", "purelib")
+    ]
+    found = "none"
+    for folder in [*sys.path, *installed, site.getusersitepackages()]:
+        file = Path(folder) / "torch" / "version.py"
+        if file.exists():
+            about = runpy.run_path(str(file))
+            found = about["__version__"]
+            if tuple(int(x) for x in found.split(".")[:2]) >= OLDEST_TORCH:
+                return Torch(file.parent, about["cuda"])
+            break
+    needed = ".".join(map(str, OLDEST_TORCH))
+    raise SystemExit(
+        f"attnfast needs torch >= {needed} to build against, found {found}: install torch first; "
+        "if it is elsewhere than attnfast will be, pass --no-build-isolation"
+    )
 
 
 def compiler() -> list[str] | None:
@@ -62,152 +86,194 @@ def compiler() -> list[str] | None:
     return None
 
 
-def torch_has_cuda() -> bool:
-    """Whether the torch to build against is one for NVIDIA GPUs."""
-    torch_found()
-    import torch
-
-    return torch.version.cuda is not None
-
-
-def say(text: str) -> None:
-    """Print a line whole and at once: threads do, and a compiler may take minutes."""
-    print(f"attnfast: {text}\n", end="", flush=True)
-
-
 def nvcc() -> str | None:
     """Return nvcc's path, or None."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     return shutil.which("nvcc", path=f"{home}/bin") if home else shutil.which("nvcc")
 
 
+def products(library: Path) -> tuple[Path, Path]:
+    """Return the files of which a build leaves one: a library, or why there is none."""
+    return library, library.with_suffix(".txt")
+
+
+class Unit(NamedTuple):
+    """A source, the object that it becomes, and the command without these."""
+
+    object: str
+    source: Path
+    command: list[str]
+
+
+class Library(NamedTuple):
+    """A library to compile and link.
+
+    Attributes:
+        units: its objects.
+        link: the linker's command without the objects.
+        needs: a library that torch will have loaded. An empty one of that name is linked in its
+            place: the installed torch may be for another processor, or without CUDA.
+        summary: a few words for the user.
+    """
+
+    units: list[Unit]
+    link: list[str]
+    needs: str
+    summary: str
+
+
+def cpu_library(torch: Torch) -> Library:
+    """Return the library of CPU kernels, its kernels once for each instruction set."""
+    cxx = [*compiler(), "-std=c++20", "-fPIC", "-fvisibility=hidden"]
+    extra = shlex.split(os.environ.get("ATTNFAST_CXXFLAGS", ""))
+    variants, only = VARIANTS, os.environ.get("ATTNFAST_BUILD_ISA")
+    if only:
+        if only not in VARIANTS:
+            names = ", ".join(VARIANTS)
+            raise SystemExit(f"ATTNFAST_BUILD_ISA must be one of {names}, got {only!r}")
+        variants = {only: VARIANTS[only]}
+        extra.append(f"-DATTNFAST_BUILD_ISA={only}")
+    units = []
+    for source in sorted(ROOT.glob("csrc/cpu/*.cpp")):
+        if not source.stem.endswith("_kernel"):
+            flags = ["-O2", TARGET, f"-I{torch.folder}/include", *extra]
+            units.append(Unit(f"{source.stem}.o", source, [*cxx, *flags]))
+            continue
+        for variant, isa in variants.items():
+            flags = ["-O3", "-fno-exceptions", "-fno-rtti", f"-DVARIANT={variant}", *isa, *extra]
+            units.append(Unit(f"{source.stem}_{variant}.o", source, [*cxx, *flags]))
+    macos = SYSTEM == "macosx"  # a library need not name those in which it looks symbols up
+    flags = ["-undefined", "dynamic_lookup"] if macos else ["-Wl,--no-as-needed"]
+    link = [*compiler(), "-shared", *extra, *flags]
+    summary = f"{compiler()[0]}; {', '.join(variants)}"
+    return Library(units, link, "" if macos else "libtorch_cpu.so", summary)
+
+
+def cuda_library(torch: Torch) -> Library:
+    """Return the library of CUDA kernels."""
+    given = os.environ.get("TORCH_CUDA_ARCH_LIST") or "8.0 9.0 10.0"
+    found = re.findall(r"(\d+)\.(\d)", given)
+    if not found:
+        raise SystemExit(f"attnfast: TORCH_CUDA_ARCH_LIST must be like 8.0 9.0, got {given!r}")
+    archs = sorted({major + minor for major, minor in found}, key=int)
+    code = [f"-gencode=arch=compute_{x},code=sm_{x}" for x in archs]
+    # Later GPUs compile it when it is loaded: see attnfast/ops/backends.py.
+    code.append(f"-gencode=arch=compute_{archs[-1]},code=compute_{archs[-1]}")
+    # Flushing denormal numbers makes a reciprocal one instruction.
+    flags = ["-std=c++20", "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden", TARGET, "-DUSE_CUDA"]
+    flags += ["-ftz=true", "--threads", "2", *code, f"-I{torch.folder}/include"]
+    sources = sorted(ROOT.glob("csrc/cuda/*.cu"))
+    units = [Unit(f"{source.stem}.o", source, [nvcc(), *flags]) for source in sources]
+    link = [nvcc(), "-shared", "-cudart", "shared", *code, f"-L{torch.folder}/lib", "-ltorch_cpu"]
+    link += ["-Xlinker", "--no-as-needed"]
+    summary = "nvcc; " + ", ".join(x.rpartition("=")[2] for x in code)
+    return Library(units, link, "libtorch_cuda.so", summary)
+
+
+def reason_against(name: str, choice: str) -> str | None:
+    """Return why a library is not built, or None."""
+    if choice == "0":
+        return "left out by the environment"
+    if compiler() is None:
+        return "there is no C++ compiler (g++, clang++ or $CXX)"
+    if name == "_C_cuda" and nvcc() is None:
+        return "there is no nvcc (on the path or in $CUDA_HOME/bin)"
+    if name == "_C_cuda" and choice != "1" and find_torch().cuda is None:
+        return "this torch is without CUDA (ATTNFAST_BUILD_CUDA=1 builds it nevertheless)"
+    return None
+
+
+def write_ninja(library: Library, folder: Path, name: str) -> None:
+    """Write the file by which ninja builds a library."""
+    from ninja.ninja_syntax import Writer, escape, escape_path
+
+    with (folder / "build.ninja").open("w") as file:
+        writer = Writer(file, width=100)
+        options = {"depfile": "$out.d", "deps": "gcc", "description": f"{name}: $out"}
+        writer.rule("compile", "$compile -MMD -MF $out.d -c $in -o $out", **options)
+        writer.rule("link", "$link -o $out", description=f"{name}: linking $out")
+        for unit in library.units:
+            command = escape(shlex.join(unit.command))
+            source = escape_path(str(unit.source))
+            writer.build(unit.object, "compile", source, variables={"compile": command})
+        objects, link, stubs = [x.object for x in library.units], library.link, []
+        if library.needs:
+            stubs = [library.needs]
+            stub = [*compiler(), "-shared", "-x", "c++", os.devnull, f"-Wl,-soname,{library.needs}"]
+            writer.build(stubs, "link", variables={"link": escape(shlex.join(stub))})
+            link = [*link, "-L.", f"-l:{library.needs}"]
+        command = escape(shlex.join([link[0], *objects, *link[1:]]))
+        writer.build(f"{name}.so", "link", objects, stubs, variables={"link": command})
+
+
+def run_ninja(folder: Path) -> str | None:
+    """Build what is outdated in a folder; return why it failed, or None."""
+    try:
+        import ninja
+    except ImportError:
+        raise SystemExit("attnfast needs ninja to build: pip install ninja") from None
+
+    jobs = os.environ.get("MAX_JOBS") or str(os.cpu_count() or 1)
+    command = [os.path.join(ninja.BIN_DIR, "ninja"), "-C", str(folder), "-j", jobs]
+    log = folder / "build.log"
+    with (
+        log.open("w") as kept,
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        ) as process,
+    ):
+        for line in process.stdout:
+            kept.write(line)
+            print(line, end="", flush=True)
+    if process.returncode == 0:
+        return None
+    first = next((x for x in log.read_text().splitlines() if "error" in x), "no message")
+    return f"the compiler failed ({first.strip()}); its output is in {log.resolve()}"
+
+
 class BuildLibraries(build_ext):
-    """Compiles the units of a library side by side, links them, says in one line what it built."""
+    """Builds the libraries, or says why not."""
 
     def get_ext_filename(self, fullname: str) -> str:
         return fullname.replace(".", "/") + ".so"
 
     def build_extension(self, ext: Extension) -> None:
         name = ext.name.rpartition(".")[2]
-        build = {"_C_cpu": self.cpu_commands, "_C_cuda": self.cuda_commands}[name]
-        wish = os.environ.get(f"ATTNFAST_BUILD_{name[3:].upper()}", "")
+        choice = os.environ.get(f"ATTNFAST_BUILD_{name[3:].upper()}", "")
         out = Path(self.get_ext_fullpath(ext.name))
-        missing = "left out by the environment" if wish == "0" else None
-        if missing is None and compiler() is None:
-            missing = "there is no C++ compiler (g++, clang++ or $CXX)"
-        if missing is None and name == "_C_cuda" and nvcc() is None:
-            missing = "there is no nvcc (on the path or in $CUDA_HOME/bin)"
-        if missing is None and name == "_C_cuda" and wish != "1" and not torch_has_cuda():
-            missing = "this torch is without CUDA (ATTNFAST_BUILD_CUDA=1 builds it nevertheless)"
-        if missing:
-            out.unlink(missing_ok=True)
-            if wish == "1":
-                raise SystemExit(f"attnfast: {name} cannot be built: {missing}")
-            slower = ", slower" if name == "_C_cpu" else ""
-            say(f"{name} not built: {missing}; the package works without it{slower}")
-            return
         out.parent.mkdir(parents=True, exist_ok=True)
-        torch, version = torch_found()
-        # Not in pip's own folder, which is gone afterwards: the next build takes what it can.
-        temp = ROOT / "build" / name
-        temp.mkdir(parents=True, exist_ok=True)
-        units, link, summary = build(torch, temp)
-        shared = [*ROOT.glob("csrc/*"), *ROOT.glob(f"csrc/{name[3:]}/*")]
-        headers = [p for p in shared if p.suffix in (".h", ".cuh")]
-        if not units:
-            raise SystemExit(f"attnfast: {name} cannot be built: its sources in csrc/ are missing")
-
-        def outdated(unit: tuple[Path, list[str]]) -> bool:
-            """Whether an object is older than its sources, or of another command or torch."""
-            out, command = unit
-            own = [Path(x) for x in command if x.endswith((".cpp", ".cu"))]
-            newest = max(p.stat().st_mtime for p in [*headers, *own])
-            made_by = out.with_suffix(".command")
-            same = made_by.exists() and made_by.read_text() == f"{version} {shlex.join(command)}"
-            return not (same and out.exists() and out.stat().st_mtime > newest)
-
-        todo = [unit for unit in units if outdated(unit)]
-
-        def compile_unit(number: int) -> None:
-            unit, command = todo[number]
-            say(f"compiling {name}, {number + 1} of {len(todo)}: {unit.stem}")
-            self.call(command, temp)
-            unit.with_suffix(".command").write_text(f"{version} {shlex.join(command)}")
-
-        jobs = int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)
-        with ThreadPoolExecutor(max(jobs, 1)) as pool:
-            list(pool.map(compile_unit, range(len(todo))))
-        objects = [str(unit[0]) for unit in units]
-        self.call([link[0], *objects, *link[1:], "-o", str(out)], temp)
-        say(f"built {name} ({summary})")
+        reason = reason_against(name, choice)
+        if reason is None:
+            library = {"_C_cpu": cpu_library, "_C_cuda": cuda_library}[name](find_torch())
+            if not library.units:
+                raise SystemExit(
+                    f"attnfast: {name} cannot be built: its sources in csrc/ are missing"
+                )
+            # Not in pip's own folder, which is gone afterwards: the next build uses what is there.
+            folder = ROOT / "build" / name / sysconfig.get_platform()
+            folder.mkdir(parents=True, exist_ok=True)
+            write_ninja(library, folder, name)
+            reason = run_ninja(folder)
+        for path in products(out):
+            path.unlink(missing_ok=True)
+        if reason is None:
+            shutil.copy2(folder / out.name, out)
+            print(f"attnfast: built {name} ({library.summary})", flush=True)
+        elif choice == "1":
+            raise SystemExit(f"attnfast: {name} cannot be built: {reason}")
+        else:
+            out.with_suffix(".txt").write_text(f"{reason}\n")
+            slower = ", slower" if name == "_C_cpu" else ""
+            print(f"attnfast: {name} not built: {reason}; the package works without it{slower}")
 
     def copy_extensions_to_source(self) -> None:
-        """Take away, too, what an earlier build has left there and this one leaves out."""
+        """Copy the libraries and reasons; delete those of an earlier build."""
         for ext in self.extensions:
-            if not Path(self.build_lib, self.get_ext_filename(ext.name)).exists():
-                (ROOT / self.get_ext_filename(ext.name)).unlink(missing_ok=True)
-        super().copy_extensions_to_source()
-
-    def call(self, command: list[str], temp: Path) -> None:
-        """Run a compiler; on failure keep its output in a file and stop with one sentence."""
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        if done.returncode:
-            log = (temp / "failed.log").resolve()
-            log.write_text(f"{shlex.join(command)}\n{done.stdout}")
-            first = next((x for x in done.stdout.splitlines() if "error" in x), "no message")
-            raise SystemExit(
-                f"attnfast: {command[0]} failed ({first.strip()}); all it said is in {log}; "
-                f"ATTNFAST_BUILD_{temp.name[3:].upper()}=0 installs without {temp.name}"
-            )
-
-    def cpu_commands(self, torch: Path, temp: Path):
-        cxx = [*compiler(), "-std=c++20", "-fPIC", "-fvisibility=hidden"]
-        extra = shlex.split(os.environ.get("ATTNFAST_CXXFLAGS", ""))
-        variants, only = VARIANTS, os.environ.get("ATTNFAST_BUILD_ISA")
-        if only:
-            if only not in VARIANTS:
-                names = ", ".join(VARIANTS)
-                raise SystemExit(f"ATTNFAST_BUILD_ISA must be one of {names}, got {only!r}")
-            variants = {only: VARIANTS[only]}
-            extra.append(f"-DATTNFAST_BUILD_ISA={only}")
-        units = []
-        for source in sorted(ROOT.glob("csrc/cpu/*.cpp")):
-            if not source.stem.endswith("_kernel"):
-                flags = ["-O2", TARGET, f"-I{torch}/include", *extra]
-                out = temp / f"{source.stem}.o"
-                units.append((out, [*cxx, *flags, "-c", str(source), "-o", str(out)]))
-                continue
-            for variant, isa in variants.items():
-                flags = ["-O3", "-fno-exceptions", "-fno-rtti", f"-DVARIANT={variant}", *isa]
-                out = temp / f"{source.stem}_{variant}.o"
-                units.append((out, [*cxx, *flags, *extra, "-c", str(source), "-o", str(out)]))
-        link = [*compiler(), "-shared", *extra, f"-L{torch}/lib", "-ltorch_cpu"]
-        return units, link, f"{compiler()[0]}; {', '.join(variants)}"
-
-    def cuda_commands(self, torch: Path, temp: Path):
-        wanted = os.environ.get("TORCH_CUDA_ARCH_LIST") or "8.0 9.0 10.0"
-        found = re.findall(r"(\d+)\.(\d)", wanted)
-        if not found:
-            raise SystemExit(f"attnfast: TORCH_CUDA_ARCH_LIST must be like 8.0 9.0, got {wanted!r}")
-        archs = sorted({major + minor for major, minor in found}, key=int)
-        code = [f"-gencode=arch=compute_{x},code=sm_{x}" for x in archs]
-        # Later GPUs compile it when it is loaded: see attnfast/ops/backends.py.
-        code.append(f"-gencode=arch=compute_{archs[-1]},code=compute_{archs[-1]}")
-        flags = ["-std=c++20", "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden", TARGET]
-        # Flushing denormal numbers makes a reciprocal one instruction.
-        flags += ["-DUSE_CUDA", "-ftz=true", "--threads", "2"]
-        units = []
-        for source in sorted(ROOT.glob("csrc/cuda/*.cu")):
-            out = temp / f"{source.stem}.o"
-            command = [nvcc(), *flags, *code, f"-I{torch}/include", "-c", str(source)]
-            units.append((out, [*command, "-o", str(out)]))
-        # A CPU torch can build it too: an empty library stands in for the one that will be loaded.
-        stub = temp / "libtorch_cuda.so"
-        command = [*compiler(), "-shared", "-x", "c++", os.devnull, f"-Wl,-soname,{stub.name}"]
-        units.append((stub, [*command, "-o", str(stub)]))
-        link = [nvcc(), "-shared", "-cudart", "shared", *code, "-Xlinker", "--no-as-needed"]
-        link += [f"-L{torch}/lib", "-ltorch_cpu", f"-L{temp}", f"-l:{stub.name}"]
-        return units, link, "nvcc; " + ", ".join(x.rpartition("=")[2] for x in code)
+            name = self.get_ext_filename(ext.name)
+            for built, copied in zip(products(Path(self.build_lib, name)), products(ROOT / name)):
+                copied.unlink(missing_ok=True)
+                if built.exists():
+                    shutil.copy2(built, copied)
 
 
 class NameWheel(bdist_wheel):

@@ -347,27 +347,49 @@ def compilers(tmp_path):
 
 def test_the_build_says_what_it_compiles_and_does_so_once(source, compilers):
     environment, compiled = compilers
-    said = build(source, **environment).stdout.splitlines()
+    printed = build(source, **environment).stdout.splitlines()
     count = len(compiled.read_text().splitlines())
-    assert [x for x in said if "compiling _C_cpu, 1 of" in x]
-    assert (
-        len([x for x in said if re.search(r"compiling _C_cpu, \d+ of \d+: \w+$", x)]) == count - 1
-    )
-    assert re.search(r"built _C_cpu \(.*\)$", said[-2])
-    assert "_C_cuda not built: left out by the environment" in said[-1]
+    assert len([x for x in printed if re.match(r"\[\d+/\d+\] _C_cpu: ", x)]) == count
+    assert re.search(r"built _C_cpu \(.*\)$", printed[-2])
+    assert "_C_cuda not built: left out by the environment" in printed[-1]
     build(source, **environment)
-    assert len(compiled.read_text().splitlines()) == count + 1  # linked anew
+    assert len(compiled.read_text().splitlines()) == count
+    (source / "csrc/cpu/copying.cpp").touch()
+    build(source, **environment)
+    assert len(compiled.read_text().splitlines()) == count + 2  # compiled and linked
+    build(source, **environment, ATTNFAST_CXXFLAGS="-g")
+    assert len(compiled.read_text().splitlines()) > 2 * count  # the stub has no flags
+
+
+def test_a_header_makes_its_units_outdated(source):
+    """The compiler writes which headers a unit includes."""
+    for name in ("one", "two"):
+        (source / f"csrc/cpu/{name}.h").write_text("")
+    for path in source.glob("csrc/cpu/*.cpp"):
+        path.write_text('#include "one.h"\n' if path.stem == "linear" else '#include "two.h"\n')
+    environment = {"ATTNFAST_BUILD_ISA": "portable"}
+    counts = []
+    for changed in (None, "one", "two"):
+        if changed:
+            (source / f"csrc/cpu/{changed}.h").write_text("int other;")
+        printed = build(source, **environment).stdout
+        counts.append(len(re.findall(r"_C_cpu: \w+\.o$", printed, re.MULTILINE)))
+    assert counts == [10, 1, 9]
+
+
+def fake_torch(folder, version, cuda=None):
+    """Write as much of torch as the build looks at."""
+    (folder / "torch").mkdir(parents=True)
+    (folder / "torch/version.py").write_text(f"__version__, cuda = {version!r}, {cuda!r}\n")
+    return {"PYTHONPATH": str(folder)}
 
 
 @pytest.mark.parametrize(
     ("version", "wish", "built"), [("12.8", "", True), (None, "", False), (None, "1", True)]
 )
 def test_the_cuda_library_is_for_a_torch_with_cuda(source, compilers, version, wish, built):
-    (source / "torch.py").write_text(f"""if True:
-        from types import SimpleNamespace
-        __version__, version = "2.13.0", SimpleNamespace(cuda={version!r})
-    """)
-    environment = {**compilers[0], "ATTNFAST_BUILD_CPU": "0", "PYTHONPATH": str(source)}
+    environment = fake_torch(source / "fake-torch", "2.13.0", version)
+    environment |= {**compilers[0], "ATTNFAST_BUILD_CPU": "0"}
     done = build(source, **environment, ATTNFAST_BUILD_CUDA=wish)
     assert done.returncode == 0, done.stderr
     assert bool(list(source.glob("out/**/_C_cuda.so"))) == built
@@ -428,32 +450,48 @@ def test_a_wheel_is_named_by_what_it_holds(source, compilers, compiler):
     assert "attnfast/kernels/attention.py" in names
     assert wheel.name.endswith("-py3-none-any.whl") != compiler
     assert ("-cp310-abi3-linux" in wheel.name) == compiler
-    assert ("compiling _C_cpu" in done.stdout + done.stderr) == compiler
+    assert ("attnfast/_C_cpu.txt" in names) != compiler
+    assert ("_C_cpu: attention.o" in done.stdout + done.stderr) == compiler
 
 
-def test_build_failure_is_one_sentence(source):
+@pytest.mark.parametrize("choice", ["", "1"])
+def test_build_failure_is_one_sentence(source, choice):
+    """The package installs without the library, unless that is insisted on."""
     (source / "csrc/cpu/attention.h").write_text("#error this header is broken\n")
-    done = build(source)
-    assert done.returncode != 0
-    said = [line for line in done.stderr.splitlines() if line]
-    assert len(said) == 1, done.stderr
-    assert "failed" in said[0]
-    assert "this header is broken" in said[0]
-    log = Path(re.search(r"all it said is in (\S+);", said[0])[1])
+    done = build(source, ATTNFAST_BUILD_CPU=choice)
+    assert done.returncode == (1 if choice else 0)
+    lines = (done.stderr if choice else done.stdout).splitlines()
+    (line,) = [x for x in lines if x.startswith("attnfast: _C_cpu")]
+    kept = source / "out/attnfast/_C_cpu.txt"
+    assert kept.exists() != bool(choice)
+    assert choice or kept.read_text().strip() in line
+    assert "this header is broken" in line
+    log = Path(re.search(r"its output is in (\S+?\.log)", line)[1])
     assert "this header is broken" in log.read_text()
+    assert not list(source.glob("out/**/*.so"))
 
 
-@pytest.mark.parametrize(("version", "found"), [("2.9.1", "found 2.9.1"), (None, "found none")])
-def test_build_against_the_wrong_torch(source, version, found):
-    text = "raise ImportError" if version is None else f"__version__ = {version!r}"
-    (source / "fake").mkdir()
-    (source / "fake/torch.py").write_text(text + "\n")
-    done = build(source, PYTHONPATH=str(source / "fake"))
+def test_build_against_an_old_torch(source):
+    done = build(source, **fake_torch(source / "fake-torch", "2.9.1"))
     assert done.returncode != 0
-    said = done.stderr.strip()
-    assert "\n" not in said
-    assert "attnfast needs torch >= 2.10 to build against" in said
-    assert found in said
+    error = done.stderr.strip()
+    assert "\n" not in error
+    assert "attnfast needs torch >= 2.10 to build against, found 2.9.1" in error
+
+
+def test_an_isolated_build_finds_torch(source, compilers):
+    """It sees no package of the environment, as under pip, whose torch is found nevertheless."""
+    isolated = source / "isolated"
+    isolated.mkdir()
+    for package in ("setuptools", "ninja"):
+        folder = Path(importlib.import_module(package).__file__).parent
+        (isolated / package).symlink_to(folder)
+    (isolated / "sitecustomize.py").write_text(
+        "import sys; sys.path[:] = [x for x in sys.path if 'site-packages' not in x]"
+    )
+    done = build(source, **compilers[0], PYTHONPATH=str(isolated))
+    assert done.returncode == 0, done.stderr
+    assert f"-I{Path(torch.__file__).parent}/include" in compilers[1].read_text(), done.stdout
 
 
 BUILT = [(8, 0), (9, 0), (10, 0)]

@@ -53,8 +53,10 @@ def load_library(name: str) -> str | None:
     if not path.exists():
         if reason := not_installed():
             return reason
+        why = path.with_suffix(".txt")  # see setup.py
+        reason = f": {why.read_text().strip()}" if why.exists() else ""
         needed = "a C++ compiler" if name == "_C_cpu" else "nvcc"
-        return f"{path.name} was not built: install attnfast again with {needed} present"
+        return f"{path.name} was not built{reason}; install attnfast again with {needed}"
     try:
         torch.ops.load_library(str(path))
     except (OSError, RuntimeError) as error:
