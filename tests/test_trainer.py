@@ -141,17 +141,19 @@ def test_hard_attention_learns_by_reinforce():
 
 
 def test_gradients_of_batches_add_up_to_those_of_one():
-    """As those of one batch of all their words."""
+    """As those of one batch of all their words, and of all their aligned words."""
     torch.manual_seed(0)
-    pairs = [Example([4, 5, 6], [7, 8, 9, 10]), Example([9], [8]), Example([6, 7], [5])]
+    pairs = [
+        Example([4, 5, 6], [7, 8, 9, 10], [[0], [], [2], []]),
+        Example([9], [8], [[0]]),
+        Example([6, 7], [5]),
+    ]
     model, _ = made("coverage")
-    options, losses = Options(), []
+    options, losses, now = Options(), [], StepOptions(alignment=0.7, coverage=0.3)
     for groups in ([pairs], [pairs[:1], pairs[1:]]):
         own = copy.deepcopy(model)
         batches = [collate(group) for group in groups]
-        losses.append(
-            train_step(own, make_optimizer(own, options), batches, options, StepOptions())
-        )
+        losses.append(train_step(own, make_optimizer(own, options), batches, options, now))
         losses.append([x.grad for x in own.parameters()])
     assert losses[0] == pytest.approx(losses[2], rel=1e-6)
     torch.testing.assert_close(losses[1], losses[3])

@@ -211,12 +211,14 @@ def batch_loss(
     options: Options,
     now: StepOptions,
     reinforce: Reinforce | None = None,
+    rows: float | None = None,
 ) -> Tensor:
     """Return the loss of a batch, a mean over its words.
 
     Args:
         now: the options of the step.
         reinforce: the loss of hard attention.
+        rows: divisor of the summed loss on alignments; the aligned rows of the batch unless given.
     """
     aligned = batch.alignment if now.alignment else None
     needs = {} if aligned is None else {"need_weights": True}
@@ -243,11 +245,16 @@ def batch_loss(
     if coverage is not None and now.coverage:
         loss = loss + now.coverage * coverage.sum() / words
     if aligned is not None:
-        rows = (aligned.sum(-1) > 0).sum().clamp_min(1)
+        rows = max(aligned_rows(batch), 1) if rows is None else rows
         weights = mean_of_heads(predicted.weights)
         of_rows = alignment_loss(weights, aligned, kind=options.alignment_kind)
         loss = loss + now.alignment * of_rows.sum() / rows
     return loss
+
+
+def aligned_rows(batch: Batch) -> int:
+    """Return the number of target words of a batch that are aligned to a source word."""
+    return 0 if batch.alignment is None else int((batch.alignment.sum(-1) > 0).sum())
 
 
 def train_step(
@@ -262,6 +269,8 @@ def train_step(
 ) -> float:
     """Run a training step on one batch or several; return the loss, a mean over all words.
 
+    The loss on alignments is a mean over the aligned rows of all batches and processes.
+
     Args:
         batches: this process's parts of the batches.
         has_part: for each batch, whether its words count; all count unless given.
@@ -274,14 +283,18 @@ def train_step(
     optimizer.zero_grad(set_to_none=True)
     batches = [batches] if isinstance(batches, Batch) else batches
     counts = [int((x.target_out != PAD).sum()) for x in batches]
-    counts = [n * has for n, has in zip(counts, has_part or [True] * len(counts))]
-    (words,) = processes.sums(sum(counts))
+    parts = has_part or [True] * len(counts)
+    counts = [n * has for n, has in zip(counts, parts)]
+    rows: float = 0
+    if now.alignment:
+        rows = sum(aligned_rows(x) * has for x, has in zip(batches, parts))
+    words, rows = processes.sums(sum(counts), rows)
     mean = 0.0
     for i, (batch, count) in enumerate(zip(batches, counts)):
         is_last = i + 1 == len(batches)
         with contextlib.nullcontext() if is_last else processes.hold_gradients(model):
-            loss = batch_loss(model, batch, options, now, reinforce)
             share = count / words
+            loss = batch_loss(model, batch, options, now, reinforce, rows * share or 1.0)
             # Gradients become means over the processes.
             (loss * (share * processes.count)).backward()
         mean += loss.item() * share
