@@ -507,6 +507,12 @@ def test_a_line_longer_than_all_learned_positions_is_cut(tmp_path, capsys):
     assert main([*command, "--max-output-length=3", "--backend=reference"]) == 0
     said = capsys.readouterr().err
     assert said.count("cut from") == 1 and "line 2: cut from 512 tokens to the limit of 511" in said
+    pairs = ["--source", str(tmp_path / "x"), "--target", str(tmp_path / "x")]
+    command = ["inspect", str(tmp_path / "model.pt"), *pairs, "--html", str(tmp_path / "page")]
+    assert main([*command, "--max-length=512"]) == 2
+    said = capsys.readouterr().err
+    assert "--max-length must be below 512 with learned positions, got 512" in said
+    assert main([*command, "--max-length=511"]) == 0
 
 
 # Packages

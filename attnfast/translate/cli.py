@@ -27,7 +27,7 @@ import torch
 
 from attnfast import __version__
 from attnfast._utils import config_file, progress
-from attnfast._utils.checks import InputError, describe, optional, reason
+from attnfast._utils.checks import InputError, argument_message, describe, optional, reason
 from attnfast._utils.command_line import Flag, Parser, run
 from attnfast._utils.progress import Progress, log
 from attnfast._utils.settings import kind_of
@@ -448,6 +448,10 @@ def inspect(args: argparse.Namespace) -> None:
     model, tokenizer = _load(args)
     if isinstance(model.decoder.attention, FixedContext):
         raise InputError(f"{args.checkpoint}: expected a model that attends, got one without")
+    positions = getattr(model.encoder, "max_length", None)  # of which the end takes one
+    if positions is not None and args.max_length >= positions:
+        expected = f"below {positions} with learned positions"
+        raise InputError(argument_message("max_length", expected, args.max_length))
     if args.target is None:
         sources = read_lines(args.source)
         options = SearchOptions(beam=1, max_length=args.max_length)
