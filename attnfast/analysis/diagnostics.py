@@ -525,7 +525,8 @@ def alignment_score(
 ) -> AlignmentScore:
     r"""Compare links with reference links, over all sentences together.
 
-    .. math:: P = \frac{|A \cap P|}{|A|}, \quad R = \frac{|A \cap S|}{|S|}, \quad
+    .. math:: \text{precision} = \frac{|A \cap P|}{|A|}, \quad
+              \text{recall} = \frac{|A \cap S|}{|S|}, \quad
               \mathrm{AER} = 1 - \frac{|A \cap S| + |A \cap P|}{|A| + |S|}
 
     Args:
