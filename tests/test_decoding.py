@@ -235,6 +235,19 @@ def test_beams(options, beam):
             check_found(found, number, rules.beam(beam)[:n_best], rules)
 
 
+@pytest.mark.parametrize("options", [{"attention_top_k": 2}, {"attention": "multihop"}])
+def test_padding_needs_no_coverage(options):
+    """Whatever kind of memory has the keys."""
+    torch.manual_seed(0)
+    model = build(Config(9, embed_dim=4, hidden_dim=4, **options)).eval()
+    source, lengths = torch.tensor([[5, 6, 7, 8, 3], [4, 3, 0, 0, 0]]), torch.tensor([5, 2])
+    search = {"beam": 2, "max_length": 3, "coverage_penalty": 0.5}
+    both = beam_search(model, source, lengths, **search)
+    alone = beam_search(model, source[1:, :2], lengths[1:], **search)
+    assert both.best[1] == alone.best[0]
+    torch.testing.assert_close(both.scores[1:], alone.scores)
+
+
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_the_best_word_of_every_step(options):
     own = ("length_penalty", "coverage_penalty", "length_bonus")

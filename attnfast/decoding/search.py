@@ -636,7 +636,9 @@ def _normaliser(count: Any, length_penalty: float) -> Any:
 
 def _keys_of(memory: Any, like: Tensor) -> Tensor:
     """Return which keys of ``like [R, Tk]`` exist in a memory, boolean ``[R, Tk]``."""
-    memory = getattr(memory, "memory", memory)
+    while hasattr(memory, "memory"):  # an encoded source, or one of the best k keys
+        memory = memory.memory
+    memory = getattr(memory, "memories", [memory])[0]  # those of several hops have the same keys
     exists = torch.ones_like(like, dtype=torch.bool)
     if getattr(memory, "lengths", None) is not None:
         exists = length_mask(memory.lengths, like.shape[1])
