@@ -750,6 +750,10 @@ def test_score_prints_scores_signatures_and_tables(corpus, trained, tmp_path, ca
         assert main(["score", best, *files, f"--length-bins={bins}"]) == 2
         said = f"--length-bins: expected rising numbers such as 10,20,30, got {bins}"
         assert said in sentence(capsys)
+    empty = tmp_path / "empty"
+    empty.touch()
+    assert main(["score", best, *files, "--frequencies", str(empty)]) == 2
+    assert f"{empty}: expected at least one line, got an empty file" in sentence(capsys)
 
 
 def test_a_pointer_generator_learns_to_copy(tmp_path, capsys):

@@ -364,6 +364,8 @@ def score(args: argparse.Namespace) -> None:
     _check_output()
     edges = _read_edges(args.length_bins)
     training = None if args.frequencies is None else read_lines(args.frequencies)
+    if training == []:
+        raise InputError(f"{args.frequencies}: expected at least one line, got an empty file")
     if args.plot is not None:
         optional("matplotlib.figure", "--plot")
         check_file(Path(args.plot))
