@@ -296,6 +296,8 @@ def translator(attention="bahdanau", **options):
         {},
         {"attention": "general"},
         {"attention": "concat", "recurrence": "input_feeding", "cell": "lstm"},
+        {"gated": True},
+        {"gated": True, "attention_top_k": 3},
     ],
 )
 def test_next_word(options, place):
@@ -367,6 +369,7 @@ def none(embedded, lengths):
         (lambda: ex.next_word(translator("none"), WORDS), "model must .*got FixedContext"),
         (lambda: ex.next_word(translator("coverage"), WORDS), "model must .*got CoverageAttention"),
         (lambda: ex.next_word(translator("local"), WORDS), "model must .*got LocalAttention"),
+        (lambda: ex.next_word(translator("multihop"), WORDS), "model must .*got MultiHopAttention"),
         (
             lambda: ex.next_word(translator(pointer_generator=True), WORDS),
             "got BahdanauAttention, copying",

@@ -51,7 +51,7 @@ from attnfast._utils.checks import (
 from attnfast.models._checks import check_ids, check_lengths
 from attnfast.models.decoders import FixedContext
 from attnfast.models.seq2seq import EncodedSource, Seq2Seq
-from attnfast.nn import Memory
+from attnfast.nn import GatedAttention, Memory, MultiHopAttention
 from attnfast.ops.arguments import length_mask
 from attnfast.ops.operators import accumulation_dtype
 
@@ -129,7 +129,8 @@ class _Given(nn.Module):
 def next_word(model: Seq2Seq, words: Tensor) -> AttentionModel:
     """Make a reader of a translator, whose decision is the word after ``words``.
 
-    The weights are those of that one decoder step; earlier steps keep their own. Inputs are
+    The weights are those of that one decoder step; earlier steps keep their own. The gate of a
+    :class:`attnfast.nn.GatedAttention` scales the context of given weights too. Inputs are
     ``model.embed(source)``.
 
     Args:
@@ -150,9 +151,12 @@ def next_word(model: Seq2Seq, words: Tensor) -> AttentionModel:
         raise_type_error("model", "an attnfast.models.Seq2Seq", describe(model))
     if model.training:
         raise_value_error("model", "in evaluation mode", "one in training")
-    attention = model.decoder.attention
-    unfit = isinstance(attention, FixedContext) or getattr(attention, "has_history", False)
-    if unfit or hasattr(attention, "num_heads") or model.pointer is not None:
+    gated = isinstance(model.decoder.attention, GatedAttention)
+    holder = model.decoder.attention if gated else model.decoder
+    attention = holder.attention
+    unfit = isinstance(attention, (FixedContext, MultiHopAttention))
+    unfit = unfit or getattr(attention, "has_history", False) or hasattr(attention, "num_heads")
+    if unfit or model.pointer is not None:
         expected = "one whose attention has weights [B, Tk] and no history, and that copies nothing"
         raise_value_error(
             "model", expected, f"{type(attention).__name__}" + ", copying" * bool(model.pointer)
@@ -174,11 +178,11 @@ def next_word(model: Seq2Seq, words: Tensor) -> AttentionModel:
 
         def decide(weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
             if weights is not None:
-                model.decoder.attention = _Given(weights)
+                holder.attention = _Given(weights)
             try:
                 logits, _, used = model.decode(words[:, -1:], state, source, need_weights=True)
             finally:
-                model.decoder.attention = attention
+                holder.attention = attention
             assert used is not None
             return logits[:, 0], used[:, 0]
 
