@@ -223,6 +223,8 @@ def score_by_frequency(
 def rouge(outputs: Sequence[str], references: Sequence[str]) -> dict[str, float]:
     """Return the mean F1 of ROUGE-1, ROUGE-2 and ROUGE-L in per cent, by Google's rouge-score.
 
+    It is for English: words are stemmed, and all characters but a to z and digits separate them.
+
     Paper: Lin, "ROUGE: A Package for Automatic Evaluation of Summaries", ACL workshop, 2004.
     """
     scorer = optional("rouge_score.rouge_scorer", "--rouge", "rouge")
