@@ -60,9 +60,14 @@ class Options:
         6, "passes over the training pairs; the learning rate reaches 0 at their end", at_least=1
     )
     batch_size: int = setting(64, "sentence pairs in a batch", at_least=1)
-    learning_rate: float = setting(1e-3, "peak of the learning rate", above=0)
+    learning_rate: float = setting(
+        1e-3, "learning rate, which half a cosine over all steps lowers to 0", above=0
+    )
     warmup: float = setting(
-        0.05, "share of all steps in which the learning rate rises", at_least=0, at_most=1
+        0.05,
+        "share of all steps in which a factor of the learning rate rises from 0 to 1",
+        at_least=0,
+        at_most=1,
     )
     label_smoothing: float = setting(
         0.1,
@@ -170,7 +175,7 @@ class Options:
             raise InputError(argument_message("max_length", expected, self.max_length))
 
     def rate(self, step: int, steps: int) -> float:
-        """Return the learning rate of a step: a linear rise, then half a cosine down to 0."""
+        """Return the learning rate of a step: half a cosine down to 0, times a linear rise."""
         rise = min(1.0, (step + 1) / max(self.warmup * steps, 1))
         return self.learning_rate * rise * 0.5 * (1 + math.cos(math.pi * step / steps))
 
