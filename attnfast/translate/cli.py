@@ -47,9 +47,9 @@ T = TypeVar("T")
 def _device(name: str | None, backend: str | None) -> torch.device:
     """Return the named device, or the best one; raise if the backend cannot run on it."""
     try:
-        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-        if device.type not in ("cpu", "cuda"):
+        if name and name.partition(":")[0] not in ("cpu", "cuda"):
             raise RuntimeError("only cpu and cuda are supported")
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         detail = str(error).splitlines()[0][:80]
