@@ -117,7 +117,7 @@ check-machine:
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -c 'import torch' 2>/dev/null \
 	  || $(PIP) 'torch==$(TORCH)+cpu' 2>/dev/null || $(PIP) 'torch==$(TORCH)'
-	$(PIP) ninja 'setuptools>=77' wheel
+	$(PIP) ninja 'setuptools>=77' 'setuptools-scm>=8' wheel
 	touch $@
 
 # First what pip would do without a word; a compiler that fails ends it.

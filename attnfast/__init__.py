@@ -9,6 +9,8 @@ by given alignments: :func:`alignment_loss`; a bias toward keys near a position:
 An argument that does not fit raises ValueError or TypeError, and the message names it.
 """
 
+from importlib import metadata
+
 from attnfast import nn
 from attnfast._utils.dispatch_log import explain
 from attnfast.decoding import attend, prepare
@@ -24,7 +26,10 @@ from attnfast.losses import alignment_loss
 from attnfast.outputs import AttentionOutput, CoverageOutput, RowStatistics
 from attnfast.spans import Span, gaussian_bias
 
-__version__ = "0.1.0"
+try:
+    __version__ = metadata.version("attnfast")
+except metadata.PackageNotFoundError:  # sources that are not installed
+    __version__ = "0+unknown"
 
 __all__ = [
     "AttentionOutput",

@@ -448,6 +448,7 @@ def test_a_wheel_is_named_by_what_it_holds(source, compilers, compiler):
     names = zipfile.ZipFile(wheel).namelist()
     assert ("attnfast/_C_cpu.so" in names) == compiler
     assert "attnfast/kernels/attention.py" in names
+    assert wheel.name.startswith("attnfast-0.2.0.dev0-")  # not within git
     assert wheel.name.endswith("-py3-none-any.whl") != compiler
     assert ("-cp310-abi3-linux" in wheel.name) == compiler
     assert ("attnfast/_C_cpu.txt" in names) != compiler
