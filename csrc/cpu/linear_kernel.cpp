@@ -47,9 +47,8 @@ int64_t panels_of_right(const Product& a) {
 extern const LinearKernels linear = {
     .rows = kProductRows,
     .panels = panels_of_right,
-    .packed =
-        [](const Product& a) { return panels_of_right(a) * a.K * 2 * static_cast<size_t>(kVectorBytes); },
-    .scratch = [](const Product& a) { return kProductRows * kProductDepth * size_of(a); },
+    .packed = [](const Product& a) -> size_t { return panels_of_right(a) * a.K * 2 * kVectorBytes; },
+    .scratch = [](const Product& a) -> size_t { return kProductRows * kProductDepth * size_of(a); },
     .pack =
         [](const Product& a, int64_t panel, void* packed) {
           (a.dtype == Dtype::f64 ? pack_panel<double> : pack_panel<float>)(a, panel, packed);
