@@ -25,6 +25,7 @@ from attnfast._utils.checks import (
     raise_value_error,
     shape_of,
 )
+from attnfast._utils.representation import repr_fields
 
 __all__ = ["Position", "Span", "gaussian_bias"]
 
@@ -32,7 +33,7 @@ __all__ = ["Position", "Span", "gaussian_bias"]
 Position = int | str | Tensor | None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Span:
     r"""The keys visible to a row: those that satisfy all conditions.
 
@@ -98,6 +99,11 @@ class Span:
         check_flag("fixed", self.fixed)
         object.__setattr__(self, "window", tuple(None if x is None else int(x) for x in sides))
         object.__setattr__(self, "stride", int(self.stride))
+
+    def __repr__(self) -> str:
+        """Return the conditions; those without effect are left out."""
+        without = {"window": (None, None), "causal": False, "stride": 1, "fixed": False}
+        return f"{type(self).__name__}({repr_fields(self, defaults=without)})"
 
     @property
     def sides(self) -> tuple[int | None, int | None]:

@@ -34,6 +34,7 @@ from attnfast._utils.checks import (
     raise_value_error,
     reason,
 )
+from attnfast._utils.representation import repr_fields
 from attnfast.models._checks import check_lengths
 from attnfast.nn.attention import check_sizes
 from attnfast.ops.arguments import length_mask
@@ -220,12 +221,17 @@ class LogMel(nn.Module):
         for name, x in (("window", window), ("hop", hop)):
             if not is_finite(x) or not is_finite(x * rate) or round(x * rate) < 1:
                 raise_value_error(name, "seconds, of a sample at least", describe(x))
+        self.mels = mels
         self.rate, self.samples, self.hop = rate, round(window * rate), round(hop * rate)
         self.fft = 1 << (self.samples - 1).bit_length()
         weights = torch.hann_window(self.samples, dtype=torch.float32)
         self.register_buffer("window", weights, persistent=False)
         filters = mel_filters(mels, self.fft, rate)
         self.register_buffer("filters", filters, persistent=False)
+
+    def extra_repr(self) -> str:
+        """Return the sizes."""
+        return repr_fields(self, ("rate", "mels", "samples", "hop"))
 
     def forward(self, samples: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
         """Return features ``[B, T, M]``, 0 in padding, and their lengths ``[B]``.
@@ -309,8 +315,13 @@ class FeatureNormalizer(nn.Module):
     def __init__(self, features: int, speakers: int = 1):
         super().__init__()
         check_sizes(features=features, speakers=speakers)
+        self.features, self.speakers = features, speakers
         self.register_buffer("mean", torch.zeros(speakers, features))
         self.register_buffer("deviation", torch.ones(speakers, features))
+
+    def extra_repr(self) -> str:
+        """Return the sizes."""
+        return repr_fields(self, ("features", "speakers"))
 
     @torch.no_grad()
     def fit(self, recordings: Iterable[Tensor], speakers: Iterable[int] | None = None) -> None:
@@ -403,6 +414,12 @@ class SpecAugment(nn.Module):
         check_number("share", share, 0, 1)
         self.feature_masks, self.feature_width = feature_masks, feature_width
         self.frame_masks, self.frame_width, self.share = frame_masks, frame_width, share
+
+    def extra_repr(self) -> str:
+        """Return the numbers and sizes of masks."""
+        return repr_fields(
+            self, ("feature_masks", "feature_width", "frame_masks", "frame_width", "share")
+        )
 
     def forward(self, features: Tensor, lengths: Tensor) -> Tensor:
         """Return ``features [B, T, M]``, with ``lengths [B]`` frames, masked.

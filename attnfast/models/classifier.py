@@ -14,6 +14,7 @@ from attnfast._utils.checks import (
     raise_type_error,
     raise_value_error,
 )
+from attnfast._utils.representation import repr_fields
 from attnfast.models._checks import PAD, check_ids, check_lengths, check_share, embed
 from attnfast.models.encoders import Encoder
 from attnfast.nn import BahdanauAttention
@@ -79,6 +80,10 @@ class Classifier(nn.Module):
         if pooling == "attention":
             self.attention = BahdanauAttention(features, features, features, backend=backend)
             self.query = nn.Parameter(torch.zeros(features).normal_(std=features**-0.5))
+
+    def extra_repr(self) -> str:
+        """Return the pooling."""
+        return repr_fields(self, ("pooling",))
 
     def embed(self, words: Tensor) -> Tensor:
         """Return the embedded words ``[B, n, E]`` of ``words [B, n]``.

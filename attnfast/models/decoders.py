@@ -14,6 +14,7 @@ from attnfast._utils.checks import (
     check_like,
     check_numbers,
 )
+from attnfast._utils.representation import repr_fields
 from attnfast.decoding import check_memory
 from attnfast.models._checks import check_share
 from attnfast.nn import AttentionGRU, AttentionLSTM, AttentionRNN, Memory, RecurrentState
@@ -74,6 +75,10 @@ class FixedContext(nn.Module):
         check_backend(backend)
         self.backend = backend
         self.bidirectional = check_flag("bidirectional", bidirectional)
+
+    def extra_repr(self) -> str:
+        """Return the options that are not defaults."""
+        return repr_fields(self, defaults={"bidirectional": True, "backend": None})
 
     def prepare(self, states: Tensor, lengths: Tensor) -> Memory:
         """Return a memory with one value, the last states of each direction, ``[B, 1, 2H]``.

@@ -16,6 +16,7 @@ from attnfast._utils.checks import (
     raise_type_error,
     raise_value_error,
 )
+from attnfast._utils.representation import repr_fields
 from attnfast.models._checks import check_lengths, check_share
 from attnfast.nn import (
     LearnedPositions,
@@ -104,6 +105,10 @@ class Encoder(nn.Module):
             )
             for layer in range(layers)
         )  # fmt: skip
+
+    def extra_repr(self) -> str:
+        """Return the options that are not defaults."""
+        return repr_fields(self, defaults={"residual": False, "backend": None})
 
     def forward(self, embedded: Tensor, lengths: Tensor) -> Tensor:
         """Return ``[B, Tk, 2H]``, the states of ``embedded [B, Tk, E]``; 0 past ``lengths``.
@@ -210,6 +215,10 @@ class TransformerEncoder(nn.Module):
             for _ in range(layers)
         )  # fmt: skip
         self.norm = nn.LayerNorm(self.output_dim)
+
+    def extra_repr(self) -> str:
+        """Return the options that are not defaults."""
+        return repr_fields(self, defaults={"backend": None})
 
     def forward(self, embedded: Tensor, lengths: Tensor) -> Tensor:
         """Return ``[B, Tk, 2H]``, the states of ``embedded [B, Tk, E]``; 0 past ``lengths``.

@@ -19,6 +19,7 @@ from attnfast._utils.checks import (
     raise_type_error,
     raise_value_error,
 )
+from attnfast._utils.representation import repr_fields
 from attnfast.decoding._constraints import Constraints
 from attnfast.models._checks import (
     PAD,
@@ -100,6 +101,10 @@ class PyramidEncoder(nn.Module):
             )
             for number in range(layers)
         )  # fmt: skip
+
+    def extra_repr(self) -> str:
+        """Return the number of frames that are joined to one."""
+        return repr_fields(self, ("factor",))
 
     def forward(self, frames: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
         """Return states ``[B, ⌈T / 2ᴸ⌉, 2H]``, 0 in padding, and their lengths.

@@ -14,6 +14,7 @@ from attnfast._utils.checks import (
     describe,
     raise_value_error,
 )
+from attnfast._utils.representation import repr_fields
 from attnfast.models._checks import PAD, check_ids
 from attnfast.nn import MultiHopAttention
 from attnfast.nn.attention import check_sizes
@@ -139,6 +140,10 @@ class MemoryNetwork(nn.Module):
         last: Any = self.embeddings[-1]
         if tying == "adjacent":
             self.output.weight = last.weight
+
+    def extra_repr(self) -> str:
+        """Return the sizes."""
+        return repr_fields(self, ("dim", "max_sentences"))
 
     def forward(
         self, stories: Tensor, questions: Tensor, need_weights: bool = False

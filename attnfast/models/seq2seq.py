@@ -13,6 +13,7 @@ from attnfast._utils.checks import (
     raise_type_error,
     raise_value_error,
 )
+from attnfast._utils.representation import repr_fields
 from attnfast._utils.torch_private import keep_in_pytrees
 from attnfast.decoding._constraints import Constraints, output_limit
 from attnfast.models._checks import (
@@ -153,6 +154,10 @@ class Seq2Seq(nn.Module):
         nn.init.normal_(self.embedding.weight, std=embed_dim**-0.5)
         with torch.no_grad():
             self.embedding.weight[PAD] = 0
+
+    def extra_repr(self) -> str:
+        """Return the options that are not defaults."""
+        return repr_fields(self, defaults={"length_ratio": 2.0, "longest_target": 0})
 
     def output_limit(self, lengths: Tensor) -> Tensor:
         """Return the largest number of words, the end included, of translations of ``lengths [B]``.

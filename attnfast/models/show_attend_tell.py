@@ -21,6 +21,7 @@ from attnfast._utils.checks import (
     raise_type_error,
     raise_value_error,
 )
+from attnfast._utils.representation import repr_fields
 from attnfast.models._checks import (
     EOS,
     PAD,
@@ -119,6 +120,10 @@ class GridEncoder(nn.Module):
             self.stride *= stride
             before = size
         self.output_dim = before + 2
+
+    def extra_repr(self) -> str:
+        """Return the options that are not defaults."""
+        return repr_fields(self, defaults={"place_scale": 1.0})
 
     def _check(self, images: Any, sizes: Any) -> None:
         check_array("images", images, "floating-point", ("B", self.channels, "H", "W"))
@@ -355,6 +360,10 @@ class ShowAttendTell(nn.Module):
         self.readout = nn.Linear(hidden_dim + context_dim, embed_dim)
         self.output = nn.Linear(embed_dim, vocab_size)
         self.dropout = nn.Dropout(dropout)
+
+    def extra_repr(self) -> str:
+        """Return the most words of a caption."""
+        return repr_fields(self, ("max_length",))
 
     def output_limit(self, sizes: Tensor) -> Tensor:
         """Return the largest number of words of the captions of images ``sizes [B, 2]``.

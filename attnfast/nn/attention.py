@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from attnfast._utils.checks import (
     raise_value_error,
     shape_of,
 )
+from attnfast._utils.representation import repr_fields
 from attnfast.decoding import Memory, attend, check_memory, prepare
 from attnfast.nn._linear import project
 from attnfast.nn.positions import RelativePositions
@@ -57,6 +58,10 @@ class _Attention(nn.Module):
     normalisation = "softmax"
     has_history = False  # whether calls take and return one
     knows_order = False  # whether the position of a key among the keys matters
+    _sizes: tuple[str, ...] = ("query_dim", "key_dim", "attn_dim")
+    _defaults: ClassVar[Mapping[str, Any]] = {
+        "activation": "tanh", "normalisation": "softmax", "temperature": 1.0, "backend": None,
+    }  # fmt: skip
 
     def __init__(self, weight_shape: tuple[int, ...] | None, scale: float | None, backend):
         super().__init__()
@@ -69,9 +74,8 @@ class _Attention(nn.Module):
             self.score_vector = nn.Parameter(torch.empty(weight_shape).uniform_(-bound, bound))
 
     def extra_repr(self) -> str:
-        """Return the options that ``repr`` shows."""
-        given = self.normalisation != "softmax"
-        return f"normalisation={self.normalisation!r}" if given else ""
+        """Return the sizes, and the options that are not defaults."""
+        return repr_fields(self, self._sizes, self._defaults)
 
     def prepare(
         self,
@@ -324,6 +328,7 @@ class BahdanauAttention(_Attention):
         check_activation(activation)
         check_choice("normalisation", normalisation, NORMALISATIONS)
         super().__init__((attn_dim,), 1.0, backend)
+        self.query_dim, self.key_dim, self.attn_dim = query_dim, key_dim, attn_dim
         self.activation, self.normalisation = activation, normalisation
         self.query_proj = nn.Linear(query_dim, attn_dim, bias=bias)
         self.key_proj = nn.Linear(key_dim, attn_dim, bias=False)
@@ -378,6 +383,8 @@ class LuongAttention(_Attention):
     """
 
     SCORES = ("dot", "scaled_dot", "general", "scaled_general", "concat", "cosine")
+    _sizes: tuple[str, ...] = ("query_dim", "key_dim", "score")
+    _defaults: ClassVar = {"attn_dim": None, **_Attention._defaults}
 
     def __init__(
         self,
@@ -403,6 +410,8 @@ class LuongAttention(_Attention):
             None if score.startswith("scaled") else 1.0,
             backend,
         )
+        self.query_dim, self.key_dim, self.score = query_dim, key_dim, score
+        self.attn_dim = attn_dim if score == "concat" else None
         self.normalisation = normalisation
         self.query_proj = _Unit() if score == "cosine" else nn.Identity()
         self.key_proj = _Unit() if score == "cosine" else nn.Identity()
@@ -449,6 +458,8 @@ class MultiHeadAttention(_Attention):
         torch.Size([2, 4])
     """
 
+    _sizes: tuple[str, ...] = ("query_dim", "key_dim", "attn_dim", "num_heads", "score")
+
     def __init__(
         self,
         query_dim: int,
@@ -479,7 +490,8 @@ class MultiHeadAttention(_Attention):
             raise_type_error(
                 "positions", f"RelativePositions of {num_heads} heads", describe(positions)
             )
-        self.num_heads, self.positions = num_heads, positions
+        self.query_dim, self.key_dim, self.attn_dim = query_dim, key_dim, attn_dim
+        self.num_heads, self.score, self.positions = num_heads, score, positions
         self.normalisation = normalisation
         self.query_proj = nn.Linear(query_dim, attn_dim, bias=False)
         self.key_proj = nn.Linear(key_dim, attn_dim, bias=False)

@@ -15,6 +15,7 @@ from attnfast._utils.checks import (
     check_tensor,
     raise_value_error,
 )
+from attnfast._utils.representation import repr_fields
 from attnfast.functional import dot_attention
 from attnfast.nn.attention import check_sizes
 from attnfast.ops.arguments import length_mask
@@ -58,6 +59,10 @@ class BidirectionalAttention(nn.Module):
         self.weight = nn.Parameter(torch.empty(dim).uniform_(-bound, bound))
         self.text_proj = nn.Linear(dim, 1, bias=False)
         self.question_proj = nn.Linear(dim, 1, bias=False)
+
+    def extra_repr(self) -> str:
+        """Return the sizes, and the options that are not defaults."""
+        return repr_fields(self, ("dim",), {"backend": None})
 
     def forward(
         self,

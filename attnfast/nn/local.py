@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -62,6 +62,7 @@ class _SpanAttention(LuongAttention):
     has_history = True
     knows_order = True
     span: Span
+    _sizes = ("query_dim", "key_dim", "score", "span")
 
     def positions(self, rows: int | Tensor, Tq: int, device: torch.device) -> Any:
         """Return the positions of Tq rows that follow the first ``rows`` rows."""
@@ -184,6 +185,13 @@ class LocalAttention(_SpanAttention):
         >>> weights.shape  # a key before the row's, its own and one after it
         torch.Size([2, 3])
     """
+
+    _defaults: ClassVar = {
+        "slope": 1.0,
+        "sigma": None,
+        "gaussian_height": None,
+        **LuongAttention._defaults,
+    }
 
     def __init__(
         self,
@@ -387,6 +395,7 @@ class LocalPredictiveAttention(LuongAttention):
     """
 
     knows_order = True
+    _sizes = ("query_dim", "key_dim", "score", "span")
 
     def __init__(
         self,
@@ -499,6 +508,8 @@ class SparseSelfAttention(MultiHeadAttention):
         >>> attention(torch.randn(2, 5, 8))[0].shape
         torch.Size([2, 5, 8])
     """
+
+    _sizes = ("attn_dim", "heads", "score")
 
     def __init__(
         self,

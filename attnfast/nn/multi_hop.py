@@ -22,6 +22,7 @@ from attnfast._utils.checks import (
     raise_value_error,
     shape_of,
 )
+from attnfast._utils.representation import repr_fields
 from attnfast.decoding import Memory, attend, check_memory, prepare
 from attnfast.functional import additive_attention
 from attnfast.nn._linear import is_plain
@@ -87,6 +88,10 @@ class MultiHopAttention(nn.Module):
         self.dim, self.hops, self.tying, self.backend = dim, hops, tying, backend
         self.linear = False
         self.between = nn.Linear(dim, dim, bias=False) if tying == "layer-wise" else nn.Identity()
+
+    def extra_repr(self) -> str:
+        """Return the sizes, and the options that are not defaults."""
+        return repr_fields(self, ("dim", "hops", "tying"), {"linear": False, "backend": None})
 
     def prepare(
         self,
@@ -298,6 +303,10 @@ class TopKAttention(_AttentionWrapper):
         check_int("k", k)
         super().__init__(attention)
         self.k = k
+
+    def extra_repr(self) -> str:
+        """Return the number of keys that a row attends to."""
+        return repr_fields(self, ("k",))
 
     def prepare(  # type: ignore[override]
         self,

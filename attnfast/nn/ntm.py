@@ -16,6 +16,7 @@ from attnfast._utils.checks import (
     raise_type_error,
     raise_value_error,
 )
+from attnfast._utils.representation import repr_fields
 from attnfast._utils.torch_private import is_autocast_on, name_in_exports
 from attnfast.nn.attention import check_sizes
 from attnfast.ops.arguments import HALF
@@ -271,5 +272,4 @@ class NeuralTuringMachine(nn.Module):
 
     def extra_repr(self) -> str:
         """Return the sizes that ``repr`` shows."""
-        names = "num_slots", "slot_size", "num_reads", "num_writes", "shift"
-        return ", ".join(f"{name}={getattr(self, name)}" for name in names)
+        return repr_fields(self, ("num_slots", "slot_size", "num_reads", "num_writes", "shift"))

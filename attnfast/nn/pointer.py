@@ -19,6 +19,7 @@ from attnfast._utils.checks import (
     raise_value_error,
     shape_of,
 )
+from attnfast._utils.representation import repr_fields
 from attnfast.decoding import Memory, check_memory
 from attnfast.functional import copy_distribution
 from attnfast.nn._fused_rnn import run_rnn
@@ -238,6 +239,10 @@ class PointerGenerator(nn.Module):
         check_backend(backend)
         self.gate = nn.Linear(sum(feature_dims), 1)
         self.backend = backend
+
+    def extra_repr(self) -> str:
+        """Return the options that are not defaults."""
+        return repr_fields(self, defaults={"backend": None})
 
     def forward(
         self,

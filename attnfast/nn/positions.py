@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from attnfast._utils.checks import check_array, check_int, check_like, raise_value_error
+from attnfast._utils.representation import repr_fields
 
 
 class SinusoidalPositions(nn.Module):
@@ -58,7 +59,12 @@ class LearnedPositions(nn.Module):
         super().__init__()
         check_int("max_length", max_length)
         check_int("dim", dim)
+        self.max_length, self.dim = max_length, dim
         self.weight = nn.Parameter(torch.empty(max_length, dim).normal_(std=0.02))
+
+    def extra_repr(self) -> str:
+        """Return the sizes."""
+        return repr_fields(self, ("max_length", "dim"))
 
     def forward(self, x: Tensor, offset: int = 0) -> Tensor:
         """Return ``x [B, T, dim]`` with the positions from ``offset`` on added.
@@ -102,8 +108,12 @@ class RelativePositions(nn.Module):
         super().__init__()
         check_int("num_heads", num_heads)
         check_int("max_distance", max_distance)
-        self.max_distance = max_distance
+        self.num_heads, self.max_distance = num_heads, max_distance
         self.weight = nn.Parameter(torch.zeros(num_heads, 2 * max_distance + 1))
+
+    def extra_repr(self) -> str:
+        """Return the sizes."""
+        return repr_fields(self, ("num_heads", "max_distance"))
 
     def forward(self, Tq: int, Tk: int, offset: int = 0) -> Tensor:
         """Return the bias ``[1, H, Tq, Tk]`` for rows from ``offset`` on and keys from 0.

@@ -20,6 +20,7 @@ from attnfast._utils.checks import (
     raise_type_error,
     raise_value_error,
 )
+from attnfast._utils.representation import repr_fields
 from attnfast._utils.torch_private import has_dispatch_mode, is_autocast_on
 from attnfast.decoding import Memory, check_memory
 from attnfast.nn._fused_rnn import run_layer, split_gate
@@ -161,12 +162,14 @@ class AttentionRNN(_AttentionWrapper):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def extra_repr(self) -> str:
-        """Return the sizes and options that ``repr`` shows."""
-        return (
-            f"{self.input_size}, {self.hidden_size}, {self.context_size}, "
-            f"num_layers={self.num_layers}, recurrence={self.recurrence!r}, "
-            f"query_layer={self.query_layer!r}"
-        )
+        """Return the sizes, and the options that are not defaults."""
+        return repr_fields(
+            self, ("input_size", "hidden_size", "context_size"),
+            {
+                "num_layers": 1, "bias": True, "recurrence": "attend_first", "query_layer": "first",
+                "dropout": 0.0, "recurrent_dropout": 0.0,
+            },
+        )  # fmt: skip
 
     @property
     def _is_stack(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -125,6 +125,7 @@ class HistoryAttention(_Attention):
         check_activation(activation)
         check_choice("normalisation", normalisation, NORMALISATIONS)
         super().__init__((attn_dim,), 1.0, backend)
+        self.query_dim, self.key_dim, self.attn_dim = query_dim, key_dim, attn_dim
         self.activation = activation
         self.normalisation = normalisation
         self.query_proj = nn.Linear(query_dim, attn_dim, bias=bias)
@@ -244,6 +245,13 @@ class CoverageAttention(HistoryAttention):
         tensor([2., 2.], grad_fn=<RoundBackward0>)
     """
 
+    _defaults: ClassVar = {
+        "feature": True,
+        "penalty": None,
+        "fertility": None,
+        **HistoryAttention._defaults,
+    }
+
     def __init__(
         self,
         query_dim: int,
@@ -266,7 +274,7 @@ class CoverageAttention(HistoryAttention):
             raise_value_error("fertility", "a positive number or None", describe(fertility))
         if not (is_finite(penalty) or penalty is None or isinstance(penalty, nn.Parameter)):
             raise_value_error("penalty", "a finite number, a Parameter or None", describe(penalty))
-        check_flag("feature", feature)
+        self.feature = check_flag("feature", feature)
         bound = attn_dim**-0.5
         self.penalty = penalty
         self.fertility = fertility
@@ -340,6 +348,9 @@ class LocationAwareAttention(HistoryAttention):
     """
 
     knows_order = True
+    _defaults: ClassVar = {
+        "channels": "previous", "initial_weights": "zeros", **HistoryAttention._defaults,
+    }  # fmt: skip
 
     def __init__(
         self,

@@ -16,6 +16,7 @@ from attnfast._utils.checks import (
     raise_type_error,
     raise_value_error,
 )
+from attnfast._utils.representation import repr_fields
 from attnfast.decoding import Memory
 from attnfast.nn.attention import (
     MultiHeadAttention,
@@ -137,6 +138,10 @@ class HardAttention(_AttentionWrapper):
         if not is_finite(average) or not 0 <= average <= 1:
             raise_value_error("average", "a probability", describe(average))
         self.average = average
+
+    def extra_repr(self) -> str:
+        """Return the probability of averaging."""
+        return repr_fields(self, ("average",))
 
     def start(self, memory: Memory) -> HardAttentionState:
         """Return the history before the first row; in training, sample ``averaged``.
