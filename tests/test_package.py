@@ -40,20 +40,18 @@ def python(code: str, **environment: str) -> subprocess.CompletedProcess:
     )
 
 
-def test_import_is_light():
-    """Importing adds no heavy module to torch, and little time."""
+@pytest.mark.parametrize("module", ["attnfast", "attnfast.models", "attnfast.translate.cli"])
+def test_import_is_light(module):
+    """Importing adds no other package to torch, and nothing of torch's compiler."""
     code = (
-        "import sys, time, torch; before = set(sys.modules); t = time.process_time();"
-        "import attnfast; t = time.process_time() - t;"
-        "new = {m.partition('.')[0] for m in set(sys.modules) - before};"
-        "print(t, sorted(new & {'triton', 'matplotlib', 'sentencepiece', 'sacrebleu', 'tqdm'}),"
-        "'torch._dynamo' in set(sys.modules) - before)"
+        "import sys, torch; before = set(sys.modules);"
+        f"import {module}; new = set(sys.modules) - before;"
+        "print(sorted({x.partition('.')[0] for x in new} - set(sys.stdlib_module_names)),"
+        "sorted(x for x in new if x.startswith(('torch._dynamo', 'torch._inductor'))))"
     )
-    runs = [python(code) for _ in range(3)]
-    assert all(r.returncode == 0 for r in runs), runs[0].stderr
-    seconds = min(float(r.stdout.split()[0]) for r in runs)
-    assert runs[0].stdout.split(maxsplit=1)[1].strip() == "[] False"
-    assert seconds < 0.3
+    done = python(code)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "['attnfast'] []"
 
 
 def test_the_cpu_library_loads_where_it_was_built():
