@@ -23,6 +23,7 @@ from attnfast.functional import (
 )
 from attnfast.integrations import register_adapter, replace
 from attnfast.losses import alignment_loss
+from attnfast.ops.backends import load_library as _load_library
 from attnfast.outputs import AttentionOutput, CoverageOutput, RowStatistics
 from attnfast.spans import Span, gaussian_bias
 
@@ -30,6 +31,9 @@ try:
     __version__ = metadata.version("attnfast")
 except metadata.PackageNotFoundError:  # sources that are not installed
     __version__ = "0+unknown"
+
+# Packages of AOTInductor call the operators without the code that selects a backend.
+_load_library("_C_cpu")
 
 __all__ = [
     "AttentionOutput",
