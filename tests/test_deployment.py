@@ -91,3 +91,32 @@ def test_onnxruntime_computes_the_reference(name, tmp_path):
         (found,) = session.run(None, given)
         torch.testing.assert_close(torch.from_numpy(found), model(*x).detach())
     assert {node.domain for node in program.model.graph} == {""}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+@pytest.mark.parametrize("make", [
+    lambda: modules.BahdanauAttention(6, 8, 4),
+    lambda: modules.AttentionGRU(6, 6, 8, modules.BahdanauAttention(6, 8, 4)),
+    lambda: modules.BidirectionalAttention(8),
+    lambda: modules.MultiHopAttention(8),
+    lambda: modules.NeuralTuringMachine(6, 8),
+    lambda: modules.PointerGenerator(6, 8),
+])  # fmt: skip
+def test_a_script_is_refused_in_a_sentence(make):
+    module = make()
+    name = type(module).__name__
+    for scripted in (module, nn.Sequential(module)):
+        with pytest.raises(TypeError) as error:
+            torch.jit.script(scripted)
+        wanted = f"torch.jit.script does not support {name}: use torch.export.export"
+        assert str(error.value) == wanted
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+def test_a_trace_computes_the_same_for_other_sizes():
+    model = Attend(modules.BahdanauAttention(6, 8, 4)).eval()
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        traced = torch.jit.trace(model, inputs(), check_trace=False)
+        x = inputs(3, 7, 4)
+        torch.testing.assert_close(traced(*x), model(*x))

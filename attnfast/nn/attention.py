@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +47,19 @@ def check_target_mask(
         check_array("target_mask", mask, "boolean", rows, like=like, of=of)
 
 
+def refuse_script(module: nn.Module) -> NoReturn:
+    """Raise in place of the errors of ``torch.jit.script``, which calls this first.
+
+    Assign it to ``__prepare_scriptable__`` of a class.
+
+    Raises:
+        TypeError: always.
+    """
+    raise TypeError(
+        f"torch.jit.script does not support {type(module).__name__}: use torch.export.export"
+    )
+
+
 class _Attention(nn.Module):
     """Projections around an op: additive with a score vector, dot product without one."""
 
@@ -58,6 +71,7 @@ class _Attention(nn.Module):
     normalisation = "softmax"
     has_history = False  # whether calls take and return one
     knows_order = False  # whether the position of a key among the keys matters
+    __prepare_scriptable__ = refuse_script
     _sizes: tuple[str, ...] = ("query_dim", "key_dim", "attn_dim")
     _defaults: ClassVar[Mapping[str, Any]] = {
         "activation": "tanh", "normalisation": "softmax", "temperature": 1.0, "backend": None,
@@ -257,6 +271,8 @@ class _Attention(nn.Module):
 
 class _AttentionWrapper(nn.Module):
     """A module around an attention module, whose memory it takes."""
+
+    __prepare_scriptable__ = refuse_script
 
     def __init__(self, attention: object):
         super().__init__()

@@ -17,7 +17,7 @@ from attnfast._utils.checks import (
 )
 from attnfast._utils.representation import repr_fields
 from attnfast.functional import dot_attention
-from attnfast.nn.attention import check_sizes
+from attnfast.nn.attention import check_sizes, refuse_script
 from attnfast.ops.arguments import length_mask
 from attnfast.ops.backends import check_backend
 
@@ -49,6 +49,8 @@ class BidirectionalAttention(nn.Module):
         >>> attention(torch.randn(2, 5, 8), torch.randn(2, 4, 8), *lengths)[0].shape
         torch.Size([2, 5, 32])
     """
+
+    __prepare_scriptable__ = refuse_script
 
     def __init__(self, dim: int, backend: str | None = None):
         super().__init__()

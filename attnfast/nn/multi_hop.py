@@ -26,7 +26,13 @@ from attnfast._utils.representation import repr_fields
 from attnfast.decoding import Memory, attend, check_memory, prepare
 from attnfast.functional import additive_attention
 from attnfast.nn._linear import is_plain
-from attnfast.nn.attention import BahdanauAttention, LuongAttention, _AttentionWrapper, check_sizes
+from attnfast.nn.attention import (
+    BahdanauAttention,
+    LuongAttention,
+    _AttentionWrapper,
+    check_sizes,
+    refuse_script,
+)
 from attnfast.ops.arguments import length_mask
 from attnfast.ops.backends import check_backend
 from attnfast.ops.operators import accumulation_dtype, is_tracing
@@ -77,6 +83,8 @@ class MultiHopAttention(nn.Module):
         >>> attention(torch.randn(2, 8), memory)[0].shape
         torch.Size([2, 8])
     """
+
+    __prepare_scriptable__ = refuse_script
 
     def __init__(
         self, dim: int, hops: int = 3, tying: str = "adjacent", backend: str | None = None

@@ -18,7 +18,7 @@ from attnfast._utils.checks import (
 )
 from attnfast._utils.representation import repr_fields
 from attnfast._utils.torch_private import is_autocast_on, name_in_exports
-from attnfast.nn.attention import check_sizes
+from attnfast.nn.attention import check_sizes, refuse_script
 from attnfast.ops.arguments import HALF
 from attnfast.ops.operators import accumulation_dtype
 
@@ -109,6 +109,8 @@ class NeuralTuringMachine(nn.Module):
         >>> result.output.shape  # the controller's state and the vector read
         torch.Size([2, 6, 12])
     """
+
+    __prepare_scriptable__ = refuse_script
 
     def __init__(
         self,

@@ -23,7 +23,7 @@ from attnfast._utils.representation import repr_fields
 from attnfast.decoding import Memory, check_memory
 from attnfast.functional import copy_distribution
 from attnfast.nn._fused_rnn import run_rnn
-from attnfast.nn.attention import BahdanauAttention, check_sizes
+from attnfast.nn.attention import BahdanauAttention, check_sizes, refuse_script
 from attnfast.ops.arguments import length_mask
 from attnfast.ops.backends import check_backend
 from attnfast.ops.reference import score
@@ -229,6 +229,8 @@ class PointerGenerator(nn.Module):
         >>> torch.allclose(p.exp().sum(-1), torch.ones(2, 3))  # log-probabilities
         True
     """
+
+    __prepare_scriptable__ = refuse_script
 
     def __init__(self, *feature_dims: int, backend: str | None = None):
         super().__init__()
