@@ -69,3 +69,21 @@ def test_work_goes_on_where_nothing_can_be_shown(clock, monkeypatch, stderr, cap
     work(clock, 60)
     progress.log("one")
     assert capsys.readouterr().out == ""
+
+
+def test_a_notebook_has_a_bar(tmp_path):
+    """In a kernel, without widgets: text, and no warning."""
+    pytest.importorskip("tqdm")
+    pytest.importorskip("ipykernel")
+    nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
+    code = (
+        f"import sys; sys.path[:] = {sys.path!r}\n"
+        "from attnfast._utils.progress import Progress\n"
+        "with Progress('epoch 2 of 6', 3, 'step') as bar:\n"
+        "    bar(3)\n"
+    )
+    page = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code)])
+    nbclient.NotebookClient(page, kernel_name="python3").execute(cwd=str(tmp_path))
+    shown = "".join(x["text"] for x in page.cells[0].outputs)
+    assert "epoch 2 of 6" in shown and "/3" in shown
+    assert "attnfast:" not in shown and "Warning" not in shown

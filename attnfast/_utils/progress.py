@@ -1,4 +1,4 @@
-"""Progress of long work: a bar on a terminal, and elsewhere a plain line every minute."""
+"""Progress of long work: a bar in a terminal or notebook, elsewhere a line every minute."""
 
 from __future__ import annotations
 
@@ -19,10 +19,17 @@ def log(sentence: str) -> None:
             print(f"attnfast: {sentence}", file=sys.stderr, flush=True)
 
 
+def _shows_bars() -> bool:
+    """Return whether stderr is a terminal, or the output of a notebook's cell."""
+    if sys.stderr is None:
+        return False
+    return sys.stderr.isatty() or type(sys.stderr).__module__ == "ipykernel.iostream"
+
+
 class Progress:
     """A context manager that shows the progress of work; call it after each part.
 
-    The bar is tqdm's; without that package there are lines.
+    The bar is tqdm's, of text, which needs no widgets; without that package there are lines.
 
     Args:
         name: name of the work.
@@ -46,7 +53,7 @@ class Progress:
         self.before = self.done = done
         self.start = self.said = time.monotonic()
         self.bar = None
-        if has_bar and sys.stderr is not None and sys.stderr.isatty():
+        if has_bar and _shows_bars():
             with contextlib.suppress(ImportError):
                 from tqdm import tqdm
 
