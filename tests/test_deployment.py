@@ -75,18 +75,20 @@ DECODERS = {
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", DECODERS)
-def test_onnxruntime_computes_the_reference(name, tmp_path):
+@pytest.mark.parametrize(("name", "Tq"), [("bahdanau", 1), *((name, 3) for name in DECODERS)])
+def test_onnxruntime_computes_the_reference(name, Tq, tmp_path):
     """Of any batch and source; the steps of what depends on earlier ones are a fixed number."""
     pytest.importorskip("onnxscript")
     onnxruntime = pytest.importorskip("onnxruntime")
     torch.manual_seed(0)
     model, dynamic = Attend(DECODERS[name]()).eval(), torch.export.Dim.DYNAMIC
     sizes = {0: dynamic, 1: dynamic}, {0: dynamic}, {0: dynamic}
-    program = torch.onnx.export(model, inputs(), dynamo=True, verbose=False, dynamic_shapes=sizes)
+    program = torch.onnx.export(
+        model, inputs(Tq=Tq), dynamo=True, verbose=False, dynamic_shapes=sizes
+    )
     program.save(tmp_path / "model.onnx")
     session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
-    for x in (inputs(), inputs(3, 7)):
+    for x in (inputs(Tq=Tq), inputs(3, 7, Tq)):
         given = {y.name: z.numpy() for y, z in zip(session.get_inputs(), x)}
         (found,) = session.run(None, given)
         torch.testing.assert_close(torch.from_numpy(found), model(*x).detach())
