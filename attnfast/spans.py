@@ -118,7 +118,7 @@ class Span:
 
     @property
     def phases(self) -> int:
-        """The number of phases of rows, each of which sees its own keys: 1 for a fixed stride."""
+        """The number of phases of rows, which see different keys; 1 for a fixed stride."""
         return 1 if self.fixed else self.stride
 
     def columns(self, Tk: int) -> int:

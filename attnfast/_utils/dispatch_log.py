@@ -106,7 +106,7 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
         args, kwargs: its arguments.
 
     Returns:
-        An :class:`Explanation`: ``print`` it, or read its ``choices`` and ``output``.
+        An ``Explanation``: ``print`` it, or read its ``choices`` and ``output``.
 
     Raises:
         TypeError: ``function`` is not callable.

@@ -340,7 +340,7 @@ def monotonicity(
     r"""Return the share of rows whose largest weight is not before that of the previous row.
 
     .. math:: \frac{1}{m - 1} \sum_{i \ge 1} [a_i \ge a_{i-1}], \quad
-              a_i = \arg\max_j \alpha_{ij}
+              a_i = \mathrm{argmax}_j \alpha_{ij}
 
     Returns:
         ``[B, (H)]``, from 0 to 1; 1 for a target of one row.
@@ -601,7 +601,7 @@ def head_roles(
               \text{positional}_h = \max_{|o| \le r}\, \overline{[\,\mathrm{round}(a_i - d_i) = o]}
 
     .. math:: \text{local}_h = \overline{\textstyle\sum_{|j - a_i| \le r} p_{ij}}, \quad
-              \text{broad}_h = \overline{H_i / \ln n_i}, \quad a_i = \arg\max_j \alpha_{ij}
+              \text{broad}_h = \overline{H_i / \ln n_i}, \quad a_i = \mathrm{argmax}_j \alpha_{ij}
 
     The bar is the mean over the rows i of all sentences, :math:`d_i` the row's position on the
     diagonal of :func:`diagonality`, and :math:`H_i` the row's entropy.

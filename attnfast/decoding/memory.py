@@ -54,7 +54,7 @@ __all__ = ["Memory", "attend", "attend_with_history", "prepare"]
 
 
 class Memory(NamedTuple):
-    """An encoded source prepared for attention: made by :func:`prepare`, used by :func:`attend`.
+    """An encoded source that :func:`attnfast.prepare` makes and :func:`attnfast.attend` uses.
 
     ``key [B, (H,) Tk, A]``, projected, ``value [B, (H,) Tk, Dv]``, ``lengths [B]`` or None,
     ``mask [B, (1,) 1, Tk]`` or None; ``score_vector [A]`` or ``[H, A]`` of the additive score, None
@@ -210,7 +210,7 @@ def _restored(has_shared_keys: bool, *fields) -> Memory:
 
 
 def check_memory(memory: object) -> None:
-    """Raise unless ``memory`` is a result of :func:`prepare`; encoder states are not one.
+    """Raise unless ``memory`` is a result of :func:`attnfast.prepare`; encoder states are not one.
 
     Raises:
         TypeError: ``memory`` is not a :class:`Memory` of tensors.

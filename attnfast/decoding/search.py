@@ -89,7 +89,7 @@ def greedy_search(
     the operator keeps states, contexts and logits in float32, whereas a step rounds them.
 
     Args:
-        model, source, lengths, and the options: as in :func:`beam_search`.
+        model, source, lengths: as in :func:`beam_search`, like the options.
 
     Returns:
         A :class:`SearchOutput` of one hypothesis for each sentence, whose score is the sum of its
@@ -266,7 +266,7 @@ def sample(
     hypothesis and step, drawn before the search, determines the word.
 
     Args:
-        model, source, lengths, and the other options: as in :func:`beam_search`.
+        model, source, lengths: as in :func:`beam_search`, like the other options.
         samples: N, the number of translations to draw for each sentence.
         temperature: τ, above 0; below 1 it favours probable words.
         top_k: the number of most probable words to draw from, 0 for all.

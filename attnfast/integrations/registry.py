@@ -38,7 +38,7 @@ def register_adapter(adapter: Adapter) -> None:
         adapter: the adapter; it replaces an existing one with the same name.
 
     Raises:
-        TypeError: ``adapter`` is not an :class:`Adapter`.
+        TypeError: ``adapter`` is not an :class:`attnfast.integrations.Adapter`.
 
     Example:
         >>> from dataclasses import replace

@@ -22,7 +22,7 @@ NOTHING = "no attention of a supported project"
 
 @dataclass
 class Report:
-    """Result of :func:`replace`; prints one line for each module.
+    """Result of :func:`attnfast.replace`; prints one line for each module.
 
     Attributes:
         found: an entry for each attention module, with its ``path``, ``module``, ``adapter``,
@@ -92,8 +92,8 @@ def replace(model: nn.Module, *, strict: bool = False) -> Report:
             may be skipped if its attention is replaced.
 
     Returns:
-        A :class:`Report`; ``print(report)`` lists the result for every attention module,
-        ``report.undo()`` restores the model.
+        A :class:`attnfast.integrations.Report`; ``print(report)`` lists the result for every
+        attention module, ``report.undo()`` restores the model.
 
     Raises:
         TypeError: ``model`` is not a module.

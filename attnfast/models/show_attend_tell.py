@@ -195,6 +195,7 @@ class MeanContext(FixedContext):
         True
     """
 
+    #: Whether calls can return attention weights.
     has_weights = False
 
     def prepare(  # type: ignore[override]

@@ -66,11 +66,16 @@ class _Attention(nn.Module):
     query_proj: nn.Module
     key_proj: nn.Module
     score_vector: nn.Parameter | None
+    #: Divides the scores and the terms added to them.
     temperature: float = 1.0
+    #: The activation of an additive score.
     activation = "tanh"
+    #: The function that turns scores into weights.
     normalisation = "softmax"
-    has_history = False  # whether calls take and return one
-    knows_order = False  # whether the position of a key among the keys matters
+    #: Whether calls take and return a history.
+    has_history = False
+    #: Whether the position of a key among the keys matters.
+    knows_order = False
     __prepare_scriptable__ = refuse_script
     _sizes: tuple[str, ...] = ("query_dim", "key_dim", "attn_dim")
     _defaults: ClassVar[Mapping[str, Any]] = {
@@ -398,6 +403,7 @@ class LuongAttention(_Attention):
         torch.Size([2, 3, 8])
     """
 
+    #: The names of the scores.
     SCORES = ("dot", "scaled_dot", "general", "scaled_general", "concat", "cosine")
     _sizes: tuple[str, ...] = ("query_dim", "key_dim", "score")
     _defaults: ClassVar = {"attn_dim": None, **_Attention._defaults}

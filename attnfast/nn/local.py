@@ -131,7 +131,7 @@ class _SpanAttention(LuongAttention):
         return context, weights, history
 
     def terms(self, query: Tensor, memory: Memory, position: Any) -> dict[str, Any]:
-        """Return the terms added to the scores of rows at ``position``, as :func:`attend` takes."""
+        """Return arguments of :func:`attnfast.attend` for rows at ``position``, such as a bias."""
         return {}
 
     def _rows(
@@ -301,7 +301,7 @@ class StridedAttention(_SpanAttention):
 class HardMonotonicWindowAttention(_SpanAttention):
     r"""Hard monotonic attention: no row sees a key before the previous row's argmax.
 
-    .. math:: j \ge m_{t-1}, \quad m_t = \arg\max_j \alpha_{tj}
+    .. math:: j \ge m_{t-1}, \quad m_t = \mathrm{argmax}_j \alpha_{tj}
 
     Rows are sequential: T rows take T steps. No gradient passes through the argmax.
 

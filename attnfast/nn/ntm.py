@@ -215,7 +215,7 @@ class NeuralTuringMachine(nn.Module):
             need_weights: return the weights of all heads too.
 
         Returns:
-            A :class:`NTMOutput`: ``output [B, T, H + R · M]``, the controller's state and the read
+            An ``NTMOutput``: ``output [B, T, H + R · M]``, the controller's state and the read
             vectors; the state after the last step; and weights ``[B, T, R + W, N]`` or None.
 
         Raises:

@@ -89,6 +89,7 @@ class AttentionRNN(_AttentionWrapper):
         (torch.Size([2, 7, 6]), torch.Size([1, 2, 6]))
     """
 
+    #: Name of the cell, ``"tanh"``, ``"gru"`` or ``"lstm"``.
     mode = "tanh"
 
     def __init__(

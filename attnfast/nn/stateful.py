@@ -160,7 +160,8 @@ class HistoryAttention(_Attention):
         Args:
             state: ``[B, query_dim]`` for one decoder step or ``[B, Tq, query_dim]`` for many.
             memory: from :meth:`prepare`.
-            history: the history that the last call returned; None means :meth:`start`.
+            history: the history that the last call returned; None means that of
+                :meth:`HistoryAttention.start`.
             need_weights: return the weights too.
             target_mask: ``[B]`` or ``[B, Tq]``, False for the padding at a target's end, which
                 leaves the history as it was.

@@ -122,6 +122,7 @@ class HardAttention(_AttentionWrapper):
         1
     """
 
+    #: Whether calls take and return a history.
     has_history = True
 
     def __init__(self, attention: nn.Module, average: float = 0.5):
