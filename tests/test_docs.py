@@ -1,6 +1,7 @@
 """What the pages show runs: Python and its output as they stand, commands by their options."""
 
 import contextlib
+import functools
 import io
 import re
 import shlex
@@ -15,7 +16,9 @@ from integrations import reference_projects
 from integrations.reference_projects import bentrevett_model
 from torch import nn
 
+from attnfast._utils.torch_private import has_kernel
 from attnfast.integrations import ADAPTERS
+from attnfast.ops import backends, operators
 from attnfast.translate import cli
 
 ROOT = Path(__file__).parent.parent
@@ -203,3 +206,108 @@ def test_counts_are_those_of_the_code():
     words = {5: "five", 6: "six", 7: "seven"}
     assert f"changes {words[len(set(steps))]} files" in contributing
     assert f"| {len(set(steps))} files |" in (ROOT / "docs" / "architecture.md").read_text()
+
+
+@functools.cache
+def kernels() -> set[tuple[str, str]]:
+    """Return the pairs of a backend and an operator that its sources implement."""
+    found = {("triton", name) for name in operators.ARGUMENTS
+             if has_kernel(f"attnfast_triton::{name}", "CompositeExplicitAutograd")}  # fmt: skip
+    code = "\n".join(x.read_text() for x in (ROOT / "csrc").rglob("*.*"))
+    lists = dict(re.findall(r"using (\w+) =\s+(Operators<[^>]+>);", code))
+    for backend in ("cpu", "cuda"):
+        for source in (ROOT / "csrc" / backend).glob("*.c*"):
+            for name in re.findall(
+                r"\b(\w*Operators(?:<\w+>)?)::implement\(m\)", source.read_text()
+            ):
+                members = lists.get(name, name).removeprefix("Operators<").removesuffix(">")
+                found |= {(backend, x) for x in members.split(", ")}
+    return found
+
+
+def supported(operator: str, kernel: str, backend: str) -> str:
+    """Return the dtypes for which a backend has a kernel, on a device of its own."""
+    if backend != "reference" and (backend, kernel) not in kernels():
+        return ""
+    device = torch.device("cpu")
+    with (
+        mock.patch.object(backends, "has_kernel", return_value=True),
+        mock.patch.object(backends, "_asks_cpu", return_value=True),
+        mock.patch.object(backends.BACKENDS[backend], "_unsupported_reason", return_value=None),
+    ):
+        reason = backends.BACKENDS[backend].unsupported_reason
+        able = [x for x in backends.FLOATS if not reason(backends.DispatchKey(device, x, operator))]
+    return "all" if len(able) == 4 else ", ".join(str(x).removeprefix("torch.") for x in able)
+
+
+def test_backends_are_those_of_the_code():
+    """The table of operators, directions, dtypes and backends; the ranks beside it."""
+    page, rows = (ROOT / "docs" / "backends.md").read_text(), []
+    for name in sorted(operators.ARGUMENTS):
+        if name.partition("_backward")[1]:
+            continue
+        assert f"| `{name}` |" in page
+        backward = "attention_backward" if name == "scores" else f"{name}_backward"
+        for direction, kernel in (("forward", name), ("backward", backward)):
+            if kernel in operators.ARGUMENTS:
+                cells = [supported(name, kernel, x) for x in ("cpu", "triton", "cuda", "reference")]
+                rows.append(" | ".join([f"| `{name}`", direction, *cells]) + " |")
+    assert "\n".join(rows).replace("|  |", "| |").replace("|  |", "| |") in page
+    for backend in backends.BACKENDS.values():
+        request = backends.DispatchKey(torch.device("cpu"), torch.float32)
+        with mock.patch.object(backends, "triton_interpreted", return_value=False):
+            assert f"| `{backend.name}` | {backend.rank(request)}" in page
+
+
+def test_environment_is_that_of_the_sources():
+    """All variables of attnfast's own: macros of C++ are none."""
+    page = (ROOT / "docs" / "environment.md").read_text()
+    python = [ROOT / "setup.py", ROOT / "tests" / "integrations" / "judges.py"]
+    python += [x for folder in ("attnfast", "bench") for x in (ROOT / folder).rglob("*.py")]
+    text = "\n".join(x.read_text() for x in python)
+    names = set(re.findall(r"\bATTNFAST_[A-Z_]*[A-Z]\b", text))
+    for source in (ROOT / "csrc").rglob("*.*"):
+        names |= set(re.findall(r'getenv\("(\w+)"\)', source.read_text()))
+    assert set(re.findall(r"ATTNFAST_[A-Z_]*[A-Z]\b", page)) == names
+    read = set(re.findall(r'environ(?:\.get\(|\[)"([A-Z_]+)"', text))
+    assert read - {"PYTHONPATH"} <= set(re.findall(r"`([A-Z_]+)`", page))
+
+
+def test_the_rule_is_that_of_the_tests():
+    page = (ROOT / "docs" / "numerics.md").read_text()
+    for dtype, floor in attention_cases.FLOOR.items():
+        row = f"{floor:.0e} | {attention_cases.FLOOR_ULPS[dtype]:.0f} |".replace("e-0", "e-")
+        assert f"| {str(dtype).removeprefix('torch.')} | {row}" in page
+    assert f"max(floor, {attention_cases.FACTOR:.0f} |p − w|)" in page
+    assert f"max({attention_cases.RMS} rms(w) + floor, rms(p − w))" in page
+
+
+#: What a report compares with, by the header of its column.
+PEERS = ("eager", "eager, 32 best", "as it was", "espnet", "joeynmt")
+
+
+def summary(report: Path) -> str:
+    """Return a report's row: its commit, the number of tables, their means, the worst shape."""
+    text, means, ratios = report.read_text(), [], []
+    for table in re.findall(r"(?m)^\| shape .*\n(?:\|.*\n)+", text):
+        head, _, *rows = [[y.strip() for y in x[1:].split("|")] for x in table.splitlines()]
+        if column := next((head.index(x) for x in PEERS if x in head), None):
+            *found, mean = [x[column] for x in rows if x[column]]
+            means.append(mean)
+            ratios += found
+    cells = ["", "", ""]
+    if means:
+        worst, least, most = (
+            f(x, key=lambda y: float(y[:-1]))
+            for f, x in ((min, ratios), (min, means), (max, means))
+        )
+        cells = [str(len(means)), least if least == most else f"{least} to {most}", worst]
+    commit = re.search(r"commit (\w{7})", text)[1]
+    cells = [f"[{report.stem}](../bench/results/{report.name})", commit, *cells]
+    return "".join(f"| {x} " if x else "| " for x in cells) + "|"
+
+
+def test_reports_are_listed_with_their_means():
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    reports = sorted((ROOT / "bench" / "results").glob("*.md"))
+    assert "\n".join(map(summary, reports)) in page
