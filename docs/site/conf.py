@@ -64,8 +64,9 @@ CONTENTS = {
         "self-attention"
     },
     "docs/api": {
-        "": "api/attnfast api/nn api/decoding api/losses api/integrations api/diagnostics "
-        "api/faithfulness api/plots api/speech api/models"
+        "": "\n".join(
+            f"{x.removeprefix('attnfast.')} <api/{x.rpartition('.')[2]}>" for x in MODULES
+        )
     },
     "docs/benchmarks": {"": "\n".join(f"{x.stem} <../bench/results/{x.stem}>" for x in REPORTS)},
 }
@@ -76,7 +77,7 @@ def add_contents(app, docname, source):
     for caption, pages in CONTENTS.get(docname, {}).items():
         entries = pages if "\n" in pages else "\n".join(pages.split())
         options = f":hidden:\n:caption: {caption}" if caption else ":hidden:"
-        source[0] += f"\n```{{toctree}}\n{options}\n:glob:\n\n{entries}\n```\n"
+        source[0] += f"\n```{{toctree}}\n{options}\n\n{entries}\n```\n"
 
 
 def name_folders(app, doctree):

@@ -61,25 +61,30 @@ def comments(cls: type) -> set[str]:
 
 
 def members(cls: type) -> dict[str, str | None]:
-    """Return the public members of a class, those of private bases too, with their directive.
+    """Return the public members that a class shares with no public base, with their directive.
 
     It is None for values without a ``#:`` comment of their own, and for undocumented methods.
     """
-    bases = [x for x in cls.__mro__ if x is cls or x.__name__.startswith("_")]
-    found = {name: x for base in reversed(bases) for name, x in vars(base).items()}
+    ours = [base for base in cls.__mro__ if base.__module__.startswith("attnfast")]
+    shared = [base for base in ours[1:] if not base.__name__.startswith("_")]
+    names = {name for base in ours if base not in shared for name in vars(base)}
 
     def directive(name: str, x: Any) -> str | None:
         if not (inspect.isroutine(x) or isinstance(x, (property, classmethod, staticmethod))):
             return "autoattribute" if name in comments(cls) and name in vars(cls) else None
-        ours = [base for base in cls.__mro__ if base.__module__.startswith("attnfast")]
         if not any(getattr(vars(base).get(name), "__doc__", None) for base in ours):
             return None
         return "autoproperty" if isinstance(x, property) else "automethod"
 
+    found = {
+        name: inspect.getattr_static(cls, name)
+        for name in sorted(names - MACHINERY)
+        if not name.startswith("_")
+    }
     return {
         name: directive(name, x)
-        for name, x in sorted(found.items())
-        if not name.startswith("_") and name not in MACHINERY
+        for name, x in found.items()
+        if all(inspect.getattr_static(base, name, None) is not x for base in shared)
     }
 
 
@@ -92,7 +97,7 @@ def documented(module: str, name: str) -> list[str]:
         return [f"``{module}.{name}`` is :{role}:`{full}`.", ""]
     lines = [f".. auto{kind}:: {full}"]
     if kind == "class":
-        lines += ["   :show-inheritance:", ""]
+        lines += ["   :show-inheritance:"] * (x.__bases__ != (object,)) + [""]
         shown = members(x).items()
         lines += [f"   .. {directive}:: {full}.{y}" for y, directive in shown if directive]
     return [*lines, ""]
@@ -125,6 +130,19 @@ def show_public_bases(app: Sphinx, name: str, x: Any, options: Any, bases: list[
     ]
 
 
+def find_inherited(app: Sphinx, env: BuildEnvironment, node: Any, content: Any) -> Any:
+    """Return a reference to a method of a class that a public base documents, or None."""
+    module, python = node.get("py:module"), env.domains.python_domain
+    owner = getattr(MODULES.get(module), node.get("py:class") or "", type)
+    for base in owner.__mro__:
+        target = f"{module}.{base.__name__}.{node['reftarget']}"
+        if target in python.objects:
+            return python.resolve_xref(
+                env, node["refdoc"], app.builder, "meth", target, node, content
+            )
+    return None
+
+
 def check(app: Sphinx, env: BuildEnvironment) -> None:
     """Warn of public names without documentation."""
     python = env.domains.python_domain
@@ -153,5 +171,6 @@ def setup(app: Sphinx) -> dict[str, bool]:
     """Register the directive and the check."""
     app.add_directive("public", Public)
     app.connect("autodoc-process-bases", show_public_bases)
+    app.connect("missing-reference", find_inherited)
     app.connect("env-check-consistency", check)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
