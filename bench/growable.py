@@ -1,4 +1,4 @@
-"""A memory that grows by a key at every step, against the ways to do without: docs/attention.md.
+"""A memory that grows by a key at every step, against the ways to do without: docs/memory.md.
 
 ``python bench/growable.py`` prints how many times as long as ``memory.append`` and ``attend`` the
 others take, medians of CPU time on one thread, and what each holds in training at most.

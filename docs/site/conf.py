@@ -50,8 +50,8 @@ REPORTS = sorted((ROOT / "bench" / "results").glob("*.md"))
 #: The pages below a page, by headings of the sidebar.
 CONTENTS = {
     "README": {
-        "Guide": "docs/install docs/attention docs/spans docs/history docs/recurrent docs/search "
-        "docs/replace docs/adapters docs/diagnostics docs/course/README",
+        "Guide": "docs/install docs/attention docs/memory docs/spans docs/history docs/copying "
+        "docs/recurrent docs/search docs/replace docs/adapters docs/diagnostics docs/course/README",
         "Models": "docs/translate docs/ablations docs/speech docs/captioning docs/reading "
         "docs/pointers docs/turing",
         "Reference": "docs/api docs/backends docs/numerics docs/environment",
