@@ -57,7 +57,7 @@ CONTENTS = {
         "Reference": "docs/api docs/backends docs/numerics docs/environment",
         "Performance": "docs/speed docs/benchmarks docs/performance docs/notes/optimisation "
         "docs/notes/graphs",
-        "Development": "docs/architecture docs/testing CONTRIBUTING CHANGELOG",
+        "Development": "docs/architecture docs/testing CONTRIBUTING SECURITY CHANGELOG",
     },
     "docs/course/README": {
         "": "bottleneck additive scores softmax numbers decoders coverage local memory "
