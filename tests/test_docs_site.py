@@ -183,7 +183,8 @@ def test_a_page(browser, page, width, theme):
     browser.show(page, theme, width)
     PICTURES.mkdir(exist_ok=True)
     picture = PICTURES / f"{page.replace('/', '-')}-{width}-{theme}.png"
-    picture.write_bytes(base64.b64decode(browser("GET", "/screenshot")))
+    shot = browser("POST", "/goog/cdp/execute", cmd="Page.captureScreenshot", params={})
+    picture.write_bytes(base64.b64decode(shot["data"]))
     assert browser.run(TOO_WIDE) == [0, []]
     assert browser.run(PALE) == {}
     for kind, good in (("math", "x.getBoundingClientRect().width > 0"),
