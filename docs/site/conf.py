@@ -51,7 +51,8 @@ REPORTS = sorted((ROOT / "bench" / "results").glob("*.md"))
 CONTENTS = {
     "README": {
         "Guide": "docs/install docs/attention docs/memory docs/spans docs/history docs/copying "
-        "docs/recurrent docs/search docs/replace docs/adapters docs/diagnostics docs/course/README",
+        "docs/recurrent docs/search docs/replace docs/adapters docs/serving docs/diagnostics "
+        "docs/course/README",
         "Models": "docs/translate docs/ablations docs/speech docs/captioning docs/reading "
         "docs/pointers docs/turing",
         "Reference": "docs/api docs/backends docs/numerics docs/environment",
