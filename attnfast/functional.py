@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -43,7 +44,7 @@ from attnfast.outputs import (
     CoverageOutput,
     coverage_result,
 )
-from attnfast.spans import Position, Spans
+from attnfast.spans import Position, Span, Spans
 
 __all__ = [
     "additive_attention",
@@ -62,7 +63,7 @@ def _attend(
     temperature: float,
     need_weights: bool | str,
     backend: str | None,
-) -> AttentionOutput:
+) -> AttentionOutput[Tensor | list[Tensor]]:
     """Check the arguments, choose a backend and run it, for both scores."""
     call = autocast_call(call)
     check_form(need_weights)
@@ -84,7 +85,12 @@ def _attend(
             call = call._replace(need_weights=True)
         if backend != "reference":
             call = fold_scale(call)
-        if span is position is sigma is None and not isinstance(need_weights, str):
+        if (
+            span is None
+            and position is None
+            and sigma is None
+            and not isinstance(need_weights, str)
+        ):
             return dispatch.run_attention(call, backend)
         attention.check(call)
         check_span(query, call.key, span, position, sigma, need_weights)
@@ -94,6 +100,26 @@ def _attend(
     except Exception:
         attention.check(call)
         raise
+
+
+@overload
+def additive_attention(
+    query: Tensor, key: Tensor, value: Tensor, score_vector: Tensor, *, activation: str = ...,
+    lengths: Tensor | None = ..., mask: Tensor | None = ..., bias: Tensor | None = ...,
+    span: Span | None = ..., position: Position = ..., sigma: float | Tensor | None = ...,
+    temperature: float = ..., normalisation: str = ..., need_weights: bool | str = ...,
+    need_statistics: bool = ..., backend: str | None = ...,
+) -> AttentionOutput: ...  # fmt: skip
+
+
+@overload
+def additive_attention(
+    query: Tensor, key: Tensor, value: Tensor, score_vector: Tensor, *, activation: str = ...,
+    lengths: Tensor | None = ..., mask: Tensor | None = ..., bias: Tensor | None = ...,
+    span: Sequence[Span], position: Position = ..., sigma: float | Tensor | None = ...,
+    temperature: float = ..., normalisation: str = ..., need_weights: bool | str = ...,
+    need_statistics: bool = ..., backend: str | None = ...,
+) -> AttentionOutput[Tensor | list[Tensor]]: ...  # fmt: skip
 
 
 def additive_attention(
@@ -114,7 +140,7 @@ def additive_attention(
     need_weights: bool | str = False,
     need_statistics: bool = False,
     backend: str | None = None,
-) -> AttentionOutput:
+) -> AttentionOutput[Tensor | list[Tensor]]:
     r"""Attend with Bahdanau's additive score.
 
     .. math:: e_{ij} = (\sum_a w_a \tanh(q_{ia} + k_{ja}) + b_{ij}) / T, \quad
@@ -207,6 +233,26 @@ def additive_attention(
     return _attend(call, span, position, sigma, temperature, need_weights, backend)
 
 
+@overload
+def dot_attention(
+    query: Tensor, key: Tensor, value: Tensor, *, scale: float | None = ...,
+    lengths: Tensor | None = ..., mask: Tensor | None = ..., bias: Tensor | None = ...,
+    span: Span | None = ..., position: Position = ..., sigma: float | Tensor | None = ...,
+    temperature: float = ..., normalisation: str = ..., need_weights: bool | str = ...,
+    need_statistics: bool = ..., backend: str | None = ...,
+) -> AttentionOutput: ...  # fmt: skip
+
+
+@overload
+def dot_attention(
+    query: Tensor, key: Tensor, value: Tensor, *, scale: float | None = ...,
+    lengths: Tensor | None = ..., mask: Tensor | None = ..., bias: Tensor | None = ...,
+    span: Sequence[Span], position: Position = ..., sigma: float | Tensor | None = ...,
+    temperature: float = ..., normalisation: str = ..., need_weights: bool | str = ...,
+    need_statistics: bool = ..., backend: str | None = ...,
+) -> AttentionOutput[Tensor | list[Tensor]]: ...  # fmt: skip
+
+
 def dot_attention(
     query: Tensor,
     key: Tensor,
@@ -224,7 +270,7 @@ def dot_attention(
     need_weights: bool | str = False,
     need_statistics: bool = False,
     backend: str | None = None,
-) -> AttentionOutput:
+) -> AttentionOutput[Tensor | list[Tensor]]:
     r"""Attend with the dot-product score.
 
     .. math:: e_{ij} = (s\, q_i \cdot k_j + b_{ij}) / T, \quad
@@ -385,7 +431,7 @@ def coverage_call(
         filters, projection, cast("coverage_weight", coverage_weight)
     )
 
-    def number(name: str, x: Any, shape) -> Any:
+    def number(name: str, x: Any, shape: Sequence[int]) -> Any:
         if x is None or isinstance(x, Tensor):
             x = cast(name, x)
             return x if x is None or x.dim() else x.expand(shape)

@@ -6,7 +6,7 @@ An argument that does not fit raises ValueError or TypeError, and the message na
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from attnfast._utils.checks import (
     MAX_INT32,
@@ -19,6 +19,7 @@ from attnfast._utils.checks import (
     is_finite,
     raise_value_error,
 )
+from attnfast._utils.module import Module
 from attnfast.ops.operators import accumulation_dtype
 
 __all__ = ["Reinforce", "alignment_loss", "doubly_stochastic_loss", "pointer_loss"]
@@ -136,7 +137,7 @@ def doubly_stochastic_loss(weights: Tensor, mask: Tensor | None = None) -> Tenso
     return left.sum(-1)
 
 
-class Reinforce(nn.Module):
+class Reinforce(Module):
     r"""Loss of hard attention: REINFORCE with a moving baseline and an entropy term.
 
     .. math:: L = -\frac{1}{B} \sum_n \left[\log p(y_n \mid \tilde s_n) + \lambda_r

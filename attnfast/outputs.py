@@ -7,11 +7,15 @@ have to be unpacked by every caller, and a flag that adds one would break code t
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
+from typing_extensions import Self, TypeVar, TypeVarTuple, Unpack
 
 from attnfast._utils.torch_private import keep_in_pytrees, name_in_exports
+
+if TYPE_CHECKING:
+    from attnfast.nn import RecurrentState
 
 __all__ = ["AttentionOutput", "CoverageOutput", "RecurrentOutput", "RowStatistics"]
 
@@ -39,19 +43,25 @@ class RowStatistics(NamedTuple):
     variance: Tensor
 
 
-class _Result(tuple):
+Items = TypeVarTuple("Items")
+#: Weights of an :class:`AttentionOutput`: a tensor, or with a list of spans a list of them.
+Weights = TypeVar("Weights", bound=Tensor | list[Tensor], default=Tensor, covariant=True)
+
+
+class _Result(tuple[Unpack[Items]]):
     """A tuple that can be constructed from separate items.
 
     Backward hooks of modules, and wrappers that move a module's outputs, rebuild results from the
     items; the attributes are lost then.
     """
 
-    def __new__(cls, *items: Any) -> Any:
-        whole = len(items) == 1 and isinstance(items[0], (tuple, list))
-        return super().__new__(cls, items[0] if whole else items)
+    def __new__(cls, *items: object) -> Self:
+        if len(items) == 1 and isinstance(items[0], (tuple, list)):
+            return super().__new__(cls, items[0])
+        return super().__new__(cls, items)
 
 
-class AttentionOutput(_Result):
+class AttentionOutput(_Result[Tensor, Weights | None]):
     """``context, weights``, also as attributes; weights are None unless requested.
 
     Attributes:
@@ -77,7 +87,7 @@ class AttentionOutput(_Result):
         return self[0]
 
     @property
-    def weights(self) -> Any:
+    def weights(self) -> Weights | None:
         """The attention weights, ``[B, (H,) Tq, Tk]``, a list for a list of spans, or None."""
         return self[1]
 
@@ -91,7 +101,7 @@ class AttentionOutput(_Result):
             entropy, largest, position.detach().nan_to_num(0).long(), mean, variance
         )
 
-    def with_context(self, context: Tensor) -> AttentionOutput:
+    def with_context(self, context: Tensor) -> AttentionOutput[Weights]:
         """Return the result with another context."""
         return attention_result(context, self.weights, self.log_sum_exp, self._statistics)
 
@@ -100,13 +110,13 @@ class AttentionOutput(_Result):
         weights, statistics = self.weights, self._statistics
         return attention_result(
             self.context.squeeze(-2),
-            None if weights is None else weights.squeeze(-2),
+            weights.squeeze(-2) if isinstance(weights, Tensor) else None,
             None if self.log_sum_exp is None else self.log_sum_exp.squeeze(-1),
             None if statistics is None else statistics.squeeze(-2),
         )
 
 
-class CoverageOutput(_Result):
+class CoverageOutput(_Result[Tensor, Tensor | None, Tensor]):
     """``context, weights, coverage``, also as attributes; coverage is that after the last row.
 
     Attributes:
@@ -141,7 +151,7 @@ class CoverageOutput(_Result):
         return self[2]
 
 
-class RecurrentOutput(_Result):
+class RecurrentOutput(_Result[Tensor, "RecurrentState"]):
     """``output, state`` of a recurrent layer that attends, also as attributes.
 
     Attributes:
@@ -152,7 +162,7 @@ class RecurrentOutput(_Result):
 
     states: Tensor
     contexts: Tensor
-    weights: Any
+    weights: Tensor | None
 
     @property
     def output(self) -> Tensor:
@@ -160,7 +170,7 @@ class RecurrentOutput(_Result):
         return self[0]
 
     @property
-    def state(self) -> Any:
+    def state(self) -> RecurrentState:
         """The state after the last step."""
         return self[1]
 
@@ -172,10 +182,13 @@ keep_in_pytrees(RecurrentOutput, "states", "contexts", "weights")
 
 
 def attention_result(
-    context: Tensor, weights: Any, log_sum_exp: Tensor | None, statistics: Tensor | None = None
-) -> AttentionOutput:
+    context: Tensor,
+    weights: Weights | None,
+    log_sum_exp: Tensor | None,
+    statistics: Tensor | None = None,
+) -> AttentionOutput[Weights]:
     """Return a result of attention."""
-    result = AttentionOutput((context, weights))
+    result: AttentionOutput[Weights] = AttentionOutput((context, weights))
     result.log_sum_exp = log_sum_exp
     if statistics is not None:
         result._statistics = statistics
@@ -198,7 +211,7 @@ def coverage_result(
 
 
 def recurrent_result(
-    output: Tensor, state: Any, states: Tensor, contexts: Any, weights: Any
+    output: Tensor, state: RecurrentState, states: Tensor, contexts: Tensor, weights: Tensor | None
 ) -> RecurrentOutput:
     """Return a result of a recurrent layer that attends."""
     result = RecurrentOutput((output, state))

@@ -82,7 +82,7 @@ class Span:
     stride: int = 1
     fixed: bool = False
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         window = self.window
         sides = window if isinstance(window, (tuple, list)) else (window, window)
         if len(sides) != 2 or not all(x is None or (is_int(x) and 0 <= x < 2**31) for x in sides):

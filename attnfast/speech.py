@@ -34,6 +34,7 @@ from attnfast._utils.checks import (
     raise_value_error,
     reason,
 )
+from attnfast._utils.module import Module
 from attnfast._utils.representation import repr_fields
 from attnfast.models._checks import check_lengths
 from attnfast.nn.attention import check_sizes
@@ -187,7 +188,7 @@ def mel_filters(mels: int, fft: int, rate: int) -> Tensor:
     return filters.float()
 
 
-class LogMel(nn.Module):
+class LogMel(Module):
     r"""Log-mel features of recordings.
 
     .. math:: |X_{tk}| = \left|\sum_{n < N} w_n x_{ts + n} e^{-2 \pi i k n / F}\right|, \quad
@@ -286,7 +287,7 @@ def _listed(name: str, x: Any) -> list[Any]:
         raise_type_error(name, "an iterable", describe(x))
 
 
-class FeatureNormalizer(nn.Module):
+class FeatureNormalizer(Module):
     r"""Normalise features by mean and deviation of all recordings, or of each speaker's.
 
     .. math:: (x_{tm} - \mu_{sm}) / \sigma_{sm}
@@ -376,7 +377,7 @@ class FeatureNormalizer(nn.Module):
         return _cut((features - mean) / deviation, lengths)
 
 
-class SpecAugment(nn.Module):
+class SpecAugment(Module):
     r"""In training, replace some neighbouring features and some neighbouring frames by 0.
 
     A mask of features is :math:`f \sim U[0, F]` wide, one of frames

@@ -8,13 +8,15 @@ import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec
 
 import torch
 
 from attnfast._utils.checks import describe, raise_type_error
 
 __all__ = ["Choice", "Explanation", "explain", "is_recording", "record"]
+
+P = ParamSpec("P")
 
 LOGGER = logging.getLogger("attnfast.dispatch")
 
@@ -92,7 +94,7 @@ def record(operation: str, ran: str, *reasons: str | None) -> None:
         LOGGER.info("%s", choice)
 
 
-def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
+def explain(function: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> Explanation:
     """Run a call, and report its implementation and why faster ones were not used.
 
     Decisions are the backend of an operator, one operator or a loop for a recurrent layer, an

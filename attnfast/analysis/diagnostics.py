@@ -698,7 +698,7 @@ class Thresholds:
     alike: float = 0.1
     crossing: float = 0.25
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for field in fields(self):
             if field.name == "stuck":
                 check_int("stuck", self.stuck, 2)

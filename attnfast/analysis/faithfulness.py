@@ -48,6 +48,7 @@ from attnfast._utils.checks import (
     raise_type_error,
     raise_value_error,
 )
+from attnfast._utils.module import Module
 from attnfast.models._checks import check_ids, check_lengths
 from attnfast.models.decoders import FixedContext
 from attnfast.models.seq2seq import EncodedSource, Seq2Seq
@@ -109,7 +110,7 @@ class AttentionModel(Protocol):
         ...
 
 
-class _Given(nn.Module):
+class _Given(Module):
     """An attention with given weights ``[B, Tk]`` for any state."""
 
     backend = "reference"
@@ -218,7 +219,9 @@ def _check_pair(p: Tensor, q: Tensor) -> None:
     check_array("q", q, "floating-point", p.shape, like=p, of="p")
 
 
-def _decide(reading: Decision, embedded: Tensor, weights: Tensor | None = None):
+def _decide(
+    reading: Decision, embedded: Tensor, weights: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Return logits and weights; raise unless the model returned both."""
     if not callable(reading):
         raise_value_error("reader(embedded, lengths)", "a callable", describe(reading))
@@ -236,7 +239,9 @@ def _decide(reading: Decision, embedded: Tensor, weights: Tensor | None = None):
     return logits, used
 
 
-def _output(reading: Decision, embedded: Tensor, weights: Tensor | None = None):
+def _output(
+    reading: Decision, embedded: Tensor, weights: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Return the output ``[B, C]`` and the weights, in the accumulation dtype."""
     logits, used = _decide(reading, embedded, weights)
     dtype = accumulation_dtype(logits.dtype)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -44,11 +45,11 @@ COLOURS = {
 }
 
 
-def _figure(width: float, height: float):
+def _figure(width: float, height: float) -> Any:
     return optional("matplotlib.figure", "drawing").Figure((width, height), layout="constrained")
 
 
-def _png(figure) -> bytes:
+def _png(figure: Any) -> bytes:
     content = io.BytesIO()
     figure.savefig(content, format="png", dpi=150)
     return content.getvalue()
@@ -181,7 +182,9 @@ def draw_alignment(
         return _png(figure)
 
 
-def _label(axes, source: Sequence[str], target: Sequence[str], titles: tuple[str, str]) -> None:
+def _label(
+    axes: Any, source: Sequence[str], target: Sequence[str], titles: tuple[str, str]
+) -> None:
     """Put words next to the rows and above the columns of a heatmap."""
     every = [-(-len(words) // MOST_WORDS) or 1 for words in (source, target)]
     columns, rows = (range(0, len(x), step) for x, step in zip((source, target), every))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from attnfast._utils.checks import InputError
 from attnfast.decoding._constraints import PAD, Constraints
@@ -62,7 +63,32 @@ class SearchOutput(NamedTuple):
         ]
 
 
-class Scorer(Protocol):
+class Rows(Protocol):
+    """One row for each hypothesis, which a search reorders: a model's memory, or a state."""
+
+    def index_select(self, index: Tensor, /) -> Self:
+        """Return the rows ``index``."""
+        ...
+
+
+M = TypeVar("M", bound=Rows)
+S = TypeVar("S", bound=Rows)
+M_contra = TypeVar("M_contra", bound=Rows, contravariant=True)
+
+
+class SearchableModel(Protocol[M, S]):
+    """Protocol of a model that can be searched, with its memory and the state of its decoder."""
+
+    def encode(self, source: Tensor, lengths: Tensor, /) -> tuple[M, S]:
+        """Return the encoded sources, and the state before the first word."""
+        ...
+
+    def decode(self, words: Tensor, state: S, memory: M, /) -> tuple[Tensor, S, Tensor | None]:
+        """Return logits ``[R, T, V]`` after ``words [R, T]``, the next state, and weights."""
+        ...
+
+
+class Scorer(Protocol[M_contra, S]):
     """Protocol of a second scorer of hypotheses, such as :class:`attnfast.models.CTCPrefixScorer`.
 
     Example:
@@ -80,7 +106,7 @@ class Scorer(Protocol):
         False
     """
 
-    def score(self, words: Tensor, state: Any, memory: Any) -> tuple[Tensor, Any]:
+    def score(self, words: Tensor, state: S | None, memory: M_contra, /) -> tuple[Tensor, S]:
         """Return the log-probabilities ``[R, V]`` of the word after each hypothesis, and a state.
 
         ``words [R, 1]`` are the last words of R hypotheses, or the start with the state None;
@@ -102,7 +128,7 @@ class Search(NamedTuple):
     state: Any
     constraints: Constraints
     limits: list[int]
-    scorer: Scorer | None
+    scorer: Scorer[Any, Any] | None
     scorer_weight: float
     need_weights: bool
     int8: bool

@@ -6,7 +6,8 @@ it with one query; :mod:`attnfast.decoding.deferred` computes the gradients of t
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypedDict, overload
 
 import torch
 from torch import Tensor
@@ -189,7 +190,7 @@ class Memory(NamedTuple):
         shared = SharedKeys(self._common(), backend, deferred, self.mask, self.buffers[0])
         return self._replace(shared_keys=shared)
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[object, ...]:
         alone = self._replace(shared_keys=None, buffers=(None, None))
         if self.buffers[0] is not None:  # not the whole buffer
             alone = alone._replace(key=self.key.clone(), value=self.value.clone())
@@ -203,7 +204,7 @@ class Memory(NamedTuple):
         )
 
 
-def _restored(has_shared_keys: bool, *fields) -> Memory:
+def _restored(has_shared_keys: bool, *fields: Any) -> Memory:
     """Return an unpickled memory."""
     memory = Memory(*fields)
     return memory._with_shared_keys(memory._chosen()) if has_shared_keys else memory
@@ -373,6 +374,22 @@ def prepare(
     return memory._with_shared_keys(chosen, deferred)
 
 
+@overload
+def attend(
+    query: Tensor, memory: Memory, *, scale: float = ..., bias: Tensor | None = ...,
+    span: Span | None = ..., position: Position = ..., sigma: float | Tensor | None = ...,
+    normalisation: str = ..., need_weights: bool | str = ..., need_statistics: bool = ...,
+) -> AttentionOutput: ...  # fmt: skip
+
+
+@overload
+def attend(
+    query: Tensor, memory: Memory, *, scale: float = ..., bias: Tensor | None = ...,
+    span: Sequence[Span], position: Position = ..., sigma: float | Tensor | None = ...,
+    normalisation: str = ..., need_weights: bool | str = ..., need_statistics: bool = ...,
+) -> AttentionOutput[Tensor | list[Tensor]]: ...  # fmt: skip
+
+
 def attend(
     query: Tensor,
     memory: Memory,
@@ -385,7 +402,7 @@ def attend(
     normalisation: str = "softmax",
     need_weights: bool | str = False,
     need_statistics: bool = False,
-) -> AttentionOutput:
+) -> AttentionOutput[Tensor | list[Tensor]]:
     """Attend to a memory with one query per sequence, or with many.
 
     Args:
@@ -418,7 +435,8 @@ def attend(
     check_scale(scale)
     check_memory(memory)
     (query,) = autocast(query)
-    plain = span is position is sigma is None and not isinstance(need_weights, str)
+    plain = span is None and position is None and sigma is None
+    plain = plain and not isinstance(need_weights, str)
     within = None if plain else SpanArguments(Span() if span is None else span, position, sigma)
     check_form(need_weights)
     need_statistics = check_flag("need_statistics", need_statistics)
@@ -451,6 +469,23 @@ def attend(
         _check_query(query, memory)
         check(memory._call(query, scale, bias=bias, normalisation=normalisation))
         raise
+
+
+class HistoryTerms(TypedDict, total=False):
+    """Arguments of :func:`attend_with_history` that continue a history or add to the scores."""
+
+    penalty: float | Tensor | None
+    coverage_weight: Tensor | None
+    filters: Tensor | None
+    channels: str
+    projection: Tensor | None
+    fertility: Tensor | None
+    transition_prob: float | Tensor | None
+    coverage: Tensor | None
+    previous: Tensor | None
+    log_previous: Tensor | None
+    bias: Tensor | None
+    temperature: float
 
 
 def attend_with_history(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -38,8 +38,12 @@ from attnfast.decoding._constraints import (
 from attnfast.decoding._hypotheses import (
     Finished,
     Hypotheses,
+    M,
+    Rows,
+    S,
     Scorer,
     Search,
+    SearchableModel,
     SearchOutput,
     collect,
 )
@@ -59,13 +63,16 @@ __all__ = [
     "sharing_packed_parameters",
 ]
 
+#: The state of a scorer.
+Judged = TypeVar("Judged", bound=Rows)
+
 #: The largest exponent of lengths; a power with a larger one would overflow.
 MAX_WEIGHT = 64
 
 
 @torch.no_grad()
 def greedy_search(
-    model: Any,
+    model: SearchableModel[M, S],
     source: Tensor,
     lengths: Tensor,
     *,
@@ -77,7 +84,7 @@ def greedy_search(
     forbidden: Sequence[int] = (PAD, UNK, BOS),
     start: int = BOS,
     end: int = EOS,
-    scorer: Scorer | None = None,
+    scorer: Scorer[M, Judged] | None = None,
     scorer_weight: float = 0.3,
     need_weights: bool = False,
     int8: bool = False,
@@ -116,7 +123,7 @@ def greedy_search(
 
 @torch.no_grad()
 def beam_search(
-    model: Any,
+    model: SearchableModel[M, S],
     source: Tensor,
     lengths: Tensor,
     beam: int = 5,
@@ -133,7 +140,7 @@ def beam_search(
     forbidden: Sequence[int] = (PAD, UNK, BOS),
     start: int = BOS,
     end: int = EOS,
-    scorer: Scorer | None = None,
+    scorer: Scorer[M, Judged] | None = None,
     scorer_weight: float = 0.3,
     need_weights: bool = False,
     int8: bool = False,
@@ -235,7 +242,7 @@ def beam_search(
 
 @torch.no_grad()
 def sample(
-    model: Any,
+    model: SearchableModel[M, S],
     source: Tensor,
     lengths: Tensor,
     samples: int = 1,
@@ -252,7 +259,7 @@ def sample(
     forbidden: Sequence[int] = (PAD, UNK, BOS),
     start: int = BOS,
     end: int = EOS,
-    scorer: Scorer | None = None,
+    scorer: Scorer[M, Judged] | None = None,
     scorer_weight: float = 0.3,
     need_weights: bool = False,
     int8: bool = False,
@@ -340,7 +347,7 @@ def _begin(
     model: Any,
     source: Tensor,
     lengths: Tensor,
-    scorer: Scorer | None,
+    scorer: Scorer[Any, Any] | None,
     scorer_weight: float,
     need_weights: bool,
     int8: bool,
@@ -428,7 +435,7 @@ def _run_operator(name: str, search: Search, **options: Any) -> SearchOutput | N
 _PACKED: WeakKeyDictionary[Any, Packed | None] = WeakKeyDictionary()
 
 
-def sharing_packed_parameters(model: Any) -> AbstractContextManager[None]:
+def sharing_packed_parameters(model: SearchableModel[M, S]) -> AbstractContextManager[None]:
     """Let the searches within a ``with`` block share a model's packed parameters.
 
     Outside of such a block every search packs them anew, because not every change of parameters is

@@ -18,7 +18,7 @@ import ctypes
 import os
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,8 @@ from attnfast._utils.torch_private import has_dispatch_mode, has_saved_tensor_ho
 from attnfast.decoding import Memory
 
 __all__ = ["PLACE", "TensorSnapshot", "cached_per_source"]
+
+T = TypeVar("T")
 
 PLACE = "_attnfast"  # a module's cache attribute; never in a state_dict, a copy or a pickle
 PATIENCE = 3  # consecutive sources used only once, before caching stops
@@ -179,11 +181,11 @@ def _modes(x: Tensor) -> tuple[Any, ...] | None:
 def cached_per_source(
     module: nn.Module,
     name: str,
-    make: Callable[[], Any],
-    *of: Any,
+    make: Callable[[], T],
+    *of: object,
     source: Tensor | None = None,
-    once: Callable[[], Any] | None = None,
-) -> Any:
+    once: Callable[[], T] | None = None,
+) -> T:
     """Return ``make()``, or its cached result if the inputs ``of`` are unchanged.
 
     Args:

@@ -106,7 +106,7 @@ def fusion_skip_reason(
     return select_layer_backend(None, None, like, feature=feature)[1] or None
 
 
-def linear_of(weight: Tensor, bias: Any = None) -> nn.Linear:
+def linear_of(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
     """Return a linear layer of a computed weight, which gradients pass through."""
     layer = nn.Linear(weight.shape[1], weight.shape[0], device="meta")
     layer._parameters.clear()
@@ -116,8 +116,8 @@ def linear_of(weight: Tensor, bias: Any = None) -> nn.Linear:
 
 def state_of(*hidden: Tensor, feed: Tensor | None = None) -> RecurrentState:
     """Return the state before the first step of ``hidden [L, B, H]`` and an LSTM's cells."""
-    state = RecurrentState(*(x if len(x) > 1 else x[0] for x in hidden))
-    return state._replace(feed=feed)
+    first, *cell = (x if len(x) > 1 else x[0] for x in hidden)
+    return RecurrentState(first, cell[0] if cell else None, feed)
 
 
 def last_states(steps: Tensor) -> Tensor:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from typing_extensions import Unpack
 
 from attnfast.decoding import Memory, attend, attend_with_history, prepare
+from attnfast.decoding.memory import HistoryTerms
 from attnfast.integrations.adapter import UnsupportedCall
 from attnfast.integrations.cache import cached_per_source
 from attnfast.nn import _linear
@@ -26,6 +28,8 @@ __all__ = [
     "promote_dtype",
     "together",
 ]
+
+Value = TypeVar("Value", Tensor, None)
 
 
 def together(
@@ -141,7 +145,7 @@ def attend_to_source(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
-    value: Tensor | None,
+    value: Value,
     score_vector: Tensor | None = None,
     *,
     lengths: Tensor | None = None,
@@ -149,8 +153,8 @@ def attend_to_source(
     scale: float = 1.0,
     activation: str = "tanh",
     normalisation: str = "softmax",
-    **history: Any,
-) -> tuple[Any, Tensor]:
+    **history: Unpack[HistoryTerms],
+) -> tuple[Value, Tensor]:
     """Attend to a memory that is prepared once per source; return context and weights.
 
     Args:

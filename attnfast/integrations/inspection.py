@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from attnfast.integrations.adapter import Adapter, arguments
+from attnfast.integrations.adapter import Adapter, adapter_serving, arguments
 from attnfast.integrations.cache import PLACE
-from attnfast.integrations.patch import adapter_serving
 
 __all__ = ["methods_of", "static_skip_reason", "unsupported_attributes", "words"]
 

@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from attnfast._utils.checks import check_flag
+from attnfast.integrations.adapter import adapter_serving
 from attnfast.integrations.find import Found, find_attention
-from attnfast.integrations.patch import adapter_serving, patch, unpatch
+from attnfast.integrations.patch import patch, unpatch
 from attnfast.integrations.probe import judge
 from attnfast.integrations.registry import adapters_of
 from attnfast.ops.backends import select_backend, try_select_backend

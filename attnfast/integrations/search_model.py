@@ -80,13 +80,14 @@ class DecoderParts(NamedTuple):
     decoder: nn.Module
     scale: float = 1.0
     wrappers: tuple[nn.Module, ...] = ()
-    attention: Mapping[str, Any] = MappingProxyType({})
+    attention: Mapping[str, object] = MappingProxyType({})
     pointer: nn.Linear | None = None
 
-    def attend(self, memory: Memory) -> Any:
+    def attend(self, memory: Memory) -> nn.Module:
         """Return a module of attention that takes the memory."""
-        terms = {"score_vector": memory.score_vector, **self.attention.get("terms", {})}
-        return make_attention(self.query_proj, **{**self.attention, "terms": terms})
+        options: Any = self.attention
+        terms = {"score_vector": memory.score_vector, **options.get("terms", {})}
+        return make_attention(self.query_proj, **{**options, "terms": terms})
 
     def skip_reason(self) -> str:
         """Return why calling the modules may differ from using their parameters, or ""."""
@@ -321,7 +322,7 @@ class SearchModel:
         x = F.embedding(words, parts.embedding.weight) * parts.scale
         feeds = layer.attends_first or layer.feed_size(x.shape[-1]) > 0
         if not feeds:  # what would be fed is multiplied by 0
-            fed = memory.value.shape[-1] if layer.output is None else len(layer.output.weight)
+            fed = memory.value.shape[-1] if layer.output is None else len(layer.output.weight)  # type: ignore[arg-type]
             layer = layer._replace(weight_ih=F.pad(layer.weight_ih, (0, fed)))  # type: ignore[arg-type]
         steps = run_layer(layer, x, state, parts.attend(memory), memory, need_weights=True)
         rows = steps.attentional

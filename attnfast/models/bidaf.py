@@ -16,6 +16,7 @@ from attnfast._utils.checks import (
     raise_type_error,
     raise_value_error,
 )
+from attnfast._utils.module import Module
 from attnfast.models._checks import PAD, check_characters, check_lengths, check_share, embed
 from attnfast.models.embeddings import CharacterCNN, HighwayNetwork
 from attnfast.models.encoders import Encoder
@@ -42,10 +43,10 @@ class SpanPrediction(NamedTuple):
 
     start: Tensor
     end: Tensor
-    weights: Any = None
+    weights: tuple[Tensor, Tensor] | None = None
 
 
-class BiDAF(nn.Module):
+class BiDAF(Module):
     r"""Bidirectional attention flow: predict the first and the last word of an answer in a text.
 
     .. math:: h = \mathrm{BiRNN}(\mathrm{highway}([E x; \mathrm{CNN}(x)])), \quad
@@ -164,6 +165,7 @@ class BiDAF(nn.Module):
             if self.characters is not None:
                 shape = *words.shape, "L"
                 check_characters(f"{name}_characters", characters, shape, self.characters.embedding)
+                assert characters is not None
                 embedded = torch.cat([embedded, self.characters(characters)], -1)
             elif characters is not None:
                 expected = "None for a model without a character CNN"

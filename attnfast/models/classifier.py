@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from attnfast._utils.checks import (
     raise_type_error,
     raise_value_error,
 )
+from attnfast._utils.module import Module
 from attnfast._utils.representation import repr_fields
 from attnfast.models._checks import PAD, check_ids, check_lengths, check_share, embed
 from attnfast.models.encoders import Encoder
@@ -23,10 +24,13 @@ from attnfast.ops.arguments import length_mask
 from attnfast.ops.backends import check_backend
 from attnfast.ops.operators import accumulation_dtype
 
+if TYPE_CHECKING:
+    from attnfast.analysis.faithfulness import Decision
+
 POOLINGS = ("attention", "mean", "max")
 
 
-class Classifier(nn.Module):
+class Classifier(Module):
     r"""A sentence classifier: an encoder, a pool of the states :math:`h_j`, a linear layer.
 
     ==============  =========================================================================
@@ -93,9 +97,7 @@ class Classifier(nn.Module):
         """
         return self.dropout(embed("words", words, self.embedding))
 
-    def read(
-        self, embedded: Tensor, lengths: Tensor
-    ) -> Callable[[Tensor | None], tuple[Tensor, Tensor]]:
+    def read(self, embedded: Tensor, lengths: Tensor) -> Decision:
         """Read embedded words: a reader of :mod:`attnfast.analysis.faithfulness`.
 
         Args:
@@ -121,6 +123,7 @@ class Classifier(nn.Module):
         def decide(weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
             if weights is None and memory is not None:
                 context, own = self.attention(self.query.expand(len(states), -1), memory, True)
+                assert own is not None
                 return self._decide(context), own
             used = even.to(states.dtype) if weights is None else weights
             check_exact(states, [("weights", used, states.dtype, exists.shape)])

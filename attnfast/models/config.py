@@ -200,7 +200,7 @@ class Config:
         Seq2Seq.longest_target, "target tokens allowed for any source", at_least=0
     )
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check_settings(self)
         if self.hidden_dim % 2 and (self.self_attention or self.encoder == "transformer"):
             expected = "even for an encoder of four heads"

@@ -14,6 +14,7 @@ from attnfast._utils.checks import (
     check_like,
     check_numbers,
 )
+from attnfast._utils.module import Module
 from attnfast._utils.representation import repr_fields
 from attnfast.decoding import check_memory
 from attnfast.models._checks import check_share
@@ -48,7 +49,7 @@ def summary(states: Tensor, lengths: Tensor, bidirectional: bool = True) -> Tens
     return torch.cat([forward.gather(1, last).squeeze(1), first], -1)
 
 
-class FixedContext(nn.Module):
+class FixedContext(Module):
     r"""No attention: every decoder state gets the same context, the encoder's last states.
 
     .. math:: c_t = [\overrightarrow h_n; \overleftarrow h_1]
@@ -158,7 +159,7 @@ class NoContext(FixedContext):
         return Memory(value, value)
 
 
-class RecurrentDecoder(nn.Module):
+class RecurrentDecoder(Module):
     r"""A recurrent layer that attends, and a readout.
 
     The recurrence is one of :class:`attnfast.nn.AttentionRNN`: the context is an input of the RNN
@@ -231,7 +232,7 @@ class RecurrentDecoder(nn.Module):
             self.readout = nn.Linear(read, embed_dim)
 
     @property
-    def attention(self) -> Any:
+    def attention(self) -> nn.Module:
         """The attention module, that of the RNN; another one can be assigned."""
         return self.rnn.attention
 
@@ -268,7 +269,7 @@ class RecurrentDecoder(nn.Module):
         self,
         input: Tensor,
         memory: Memory,
-        hx: Any = None,
+        hx: Tensor | tuple[Tensor, Tensor] | RecurrentState | None = None,
         *,
         target_lengths: Tensor | None = None,
         need_weights: bool = False,

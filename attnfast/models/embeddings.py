@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from attnfast._utils.checks import check_array, check_like
+from attnfast._utils.module import Module
 from attnfast.models._checks import PAD, check_characters, check_share
 from attnfast.nn.attention import check_sizes
 
@@ -12,7 +13,7 @@ from attnfast.nn.attention import check_sizes
 GATE_BIAS = -1.0
 
 
-class CharacterCNN(nn.Module):
+class CharacterCNN(Module):
     r"""A convolution over the characters of each word, and its maximum over all positions.
 
     .. math:: y = \max_{1 \le i \le n} \mathrm{relu}\left(b + \sum_{j=1}^k
@@ -76,7 +77,7 @@ class CharacterCNN(nn.Module):
         return features.unflatten(0, characters.shape[:2])
 
 
-class HighwayNetwork(nn.Module):
+class HighwayNetwork(Module):
     r"""Layers that gate each feature between a transformation of their input and the input.
 
     .. math:: t = \sigma(W_t x + b_t), \quad

@@ -16,6 +16,7 @@ from attnfast._utils.checks import (
     raise_type_error,
     raise_value_error,
 )
+from attnfast._utils.module import Module
 from attnfast._utils.representation import repr_fields
 from attnfast.models._checks import check_lengths, check_share
 from attnfast.nn import (
@@ -37,7 +38,7 @@ POSITIONS = ("sinusoidal", "learned", "relative")
 CELLS = {"rnn": nn.RNN, "gru": nn.GRU, "lstm": nn.LSTM}
 
 
-class Encoder(nn.Module):
+class Encoder(Module):
     r"""An RNN over the source, in both directions or one.
 
     .. math:: \overrightarrow h_j = \mathrm{RNN}(\overrightarrow h_{j-1}, x_j), \quad
@@ -139,7 +140,7 @@ class Encoder(nn.Module):
         return pad_packed_sequence(rnn(packed)[0], batch_first=True, total_length=x.shape[1])[0]
 
 
-class TransformerEncoder(nn.Module):
+class TransformerEncoder(Module):
     r"""Self-attention over the source instead of a bidirectional RNN.
 
     .. math:: x^0 = W e + \mathrm{positions}, \quad x^{l+1} = \mathrm{layer}(x^l), \quad

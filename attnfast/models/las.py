@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from attnfast._utils.checks import (
     raise_type_error,
     raise_value_error,
 )
+from attnfast._utils.module import Module
 from attnfast._utils.representation import repr_fields
 from attnfast.decoding._constraints import Constraints
 from attnfast.models._checks import (
@@ -55,7 +56,7 @@ def join_frames(frames: Tensor, lengths: Tensor, size: int = 2) -> tuple[Tensor,
     return frames.reshape(B, -(-T // size), size * features), (lengths + size - 1) // size
 
 
-class PyramidEncoder(nn.Module):
+class PyramidEncoder(Module):
     r"""Stacked BiLSTMs, each of which reads its input's frames joined in pairs.
 
     .. math:: h^l_j = \mathrm{BiLSTM}(h^l_{j-1}, [h^{l-1}_{2j}; h^{l-1}_{2j+1}])
@@ -185,7 +186,7 @@ class LASOutput(NamedTuple):
     weights: Tensor | None = None
 
 
-class ListenAttendSpell(nn.Module):
+class ListenAttendSpell(Module):
     r"""A pyramid that listens, an LSTM that attends and spells, and a CTC head on the pyramid.
 
     .. math:: h = \mathrm{Listen}(x), \quad s_i = \mathrm{LSTM}([y_{i-1}; c_{i-1}], s_{i-1}), \quad
@@ -333,7 +334,7 @@ class ListenAttendSpell(nn.Module):
     def _spell(
         self,
         words: Tensor,
-        state: Any,
+        state: RecurrentState,
         encoded: EncodedSpeech,
         need_weights: bool,
         lengths: Tensor | None,

@@ -14,6 +14,7 @@ from attnfast._utils.checks import (
     describe,
     raise_value_error,
 )
+from attnfast._utils.module import Module
 from attnfast._utils.representation import repr_fields
 from attnfast.models._checks import PAD, check_ids
 from attnfast.nn import MultiHopAttention
@@ -78,7 +79,7 @@ def position_encoding(words: Tensor, features: int, dtype: torch.dtype = torch.f
     return (weights * there.unsqueeze(-1)).to(dtype)
 
 
-class MemoryNetwork(nn.Module):
+class MemoryNetwork(Module):
     r"""An end-to-end memory network: it answers a question about a story in one word.
 
     .. math:: m_i = \sum_j l_j \circ A x_{ij} + T^A_i, \quad

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from attnfast._utils.checks import (
     raise_type_error,
     raise_value_error,
 )
+from attnfast._utils.module import Module
 from attnfast._utils.representation import repr_fields
 from attnfast._utils.torch_private import keep_in_pytrees
 from attnfast.decoding._constraints import Constraints, output_limit
@@ -30,13 +31,23 @@ from attnfast.models._checks import (
 )
 from attnfast.models._search import select_search_backend
 from attnfast.models.decoders import CELLS, RecurrentDecoder, summary
-from attnfast.nn import CoverageAttention, Memory, PointerGenerator
+from attnfast.nn import CoverageAttention, CumulativeState, Memory, PointerGenerator
 from attnfast.nn._fused_search import search_inputs
-from attnfast.nn._layer import RecurrentState
+from attnfast.nn._layer import History, RecurrentState
 from attnfast.nn._linear import is_plain, linear, not_plain_reason
 from attnfast.nn.attention import check_sizes
 from attnfast.ops.arguments import mean_of_heads
 from attnfast.ops.search import SearchInputs
+
+
+class SourceEncoder(Protocol):
+    """Protocol of the encoder of a :class:`Seq2Seq`, such as :class:`Encoder`."""
+
+    output_dim: int
+
+    def __call__(self, embedded: Tensor, lengths: Tensor, /) -> Tensor:
+        """Return the states ``[B, Tk, output_dim]`` of embedded words ``[B, Tk, E]``."""
+        ...
 
 
 class EncodedSource(NamedTuple):
@@ -66,7 +77,7 @@ class EncodedSource(NamedTuple):
         return EncodedSource(self.memory.index_select(index), self.words[index], self.num_oov)
 
 
-class Seq2SeqOutput(tuple):
+class Seq2SeqOutput(tuple[Tensor, Tensor | None]):
     """``logits, coverage`` of a whole target.
 
     The attributes are ``weights [B, T, Tk]``, or ``[B, H, T, Tk]`` of H heads or hops, None unless
@@ -75,13 +86,13 @@ class Seq2SeqOutput(tuple):
     """
 
     weights: Tensor | None = None
-    history: Any = None
+    history: History | None = None
 
 
 keep_in_pytrees(Seq2SeqOutput, "weights", "history")
 
 
-class Seq2Seq(nn.Module):
+class Seq2Seq(Module):
     r"""An encoder, a decoder, and one embedding for source, target and output layer.
 
     .. math:: h = \mathrm{Encoder}(\sqrt{d}\, E x), \quad
@@ -123,7 +134,7 @@ class Seq2Seq(nn.Module):
 
     def __init__(
         self,
-        encoder: Any,
+        encoder: SourceEncoder,
         decoder: RecurrentDecoder,
         vocab_size: int,
         embed_dim: int,
@@ -218,7 +229,8 @@ class Seq2Seq(nn.Module):
         """
         states = self.dropout(self.encoder(embedded, lengths))
         lengths = lengths.to(states.device)
-        memory = self.decoder.attention.prepare(states, lengths)
+        attention: Any = self.decoder.attention
+        memory: Memory = attention.prepare(states, lengths)
         last = summary(states, lengths, getattr(self.encoder, "bidirectional", True))
         return memory, self.decoder.initial(torch.tanh(self.bridge(last)))
 
@@ -321,6 +333,7 @@ class Seq2Seq(nn.Module):
             read = [output]
             if self._gate_reads_state:
                 read = [decoded.states, decoded.contexts, embedded]
+            assert decoded.weights is not None
             weights = mean_of_heads(decoded.weights)
             logits = self.pointer(logits, weights, source.words, *read, num_oov=source.num_oov)
         return logits, state, decoded.weights if need_weights else None
@@ -353,10 +366,12 @@ class Seq2Seq(nn.Module):
             )
         memory, state = self.encode(source, lengths)
         logits, state, weights = self.decode(target_in, state, memory, need_weights)
-        attention = self.decoder.attention
+        attention: Any = self.decoder.attention
         while hasattr(attention, "attention"):  # a gate
             attention = attention.attention
-        covers = state.history is not None and isinstance(attention, CoverageAttention)
-        predicted = Seq2SeqOutput((logits, state.history.loss if covers else None))
-        predicted.weights, predicted.history = weights, state.history
+        history, loss = state.history, None
+        if isinstance(history, CumulativeState) and isinstance(attention, CoverageAttention):
+            loss = history.loss
+        predicted = Seq2SeqOutput((logits, loss))
+        predicted.weights, predicted.history = weights, history
         return predicted

@@ -21,6 +21,7 @@ from attnfast._utils.checks import (
     raise_type_error,
     raise_value_error,
 )
+from attnfast._utils.module import Module
 from attnfast._utils.representation import repr_fields
 from attnfast.models._checks import (
     EOS,
@@ -40,6 +41,7 @@ from attnfast.nn import (
     MultiHeadAttention,
     RecurrentState,
 )
+from attnfast.nn._layer import History
 from attnfast.nn._linear import linear
 from attnfast.nn.attention import check_sizes
 from attnfast.ops.arguments import length_mask
@@ -57,7 +59,7 @@ def exists(sizes: Tensor, height: int, width: int) -> Tensor:
     return rows.unsqueeze(-1) & columns.unsqueeze(-2)
 
 
-class GridEncoder(nn.Module):
+class GridEncoder(Module):
     r"""Convolutions that turn an image into a grid of features, with the position of every cell.
 
     .. math:: x^l = \mathrm{relu}(\mathrm{norm}(W^l * x^{l-1})), \quad
@@ -284,10 +286,10 @@ class CaptionOutput(NamedTuple):
     logits: Tensor
     mask: Tensor
     weights: Tensor | None = None
-    history: Any = None
+    history: History | None = None
 
 
-class ShowAttendTell(nn.Module):
+class ShowAttendTell(Module):
     r"""A CNN that makes a grid of features, and an LSTM that attends to it and writes a caption.
 
     .. math:: a = \mathrm{Show}(x), \quad
@@ -429,7 +431,7 @@ class ShowAttendTell(nn.Module):
     def _tell(
         self,
         words: Tensor,
-        state: Any,
+        state: RecurrentState,
         encoded: EncodedImage,
         need_weights: bool,
         lengths: Tensor | None,

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Self
 
 from attnfast.nn._linear import is_plain
 from attnfast.ops.packing import Packed
@@ -14,6 +15,14 @@ from attnfast.ops.recurrent import GATES
 
 #: The parameters of a cell.
 NAMES = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+
+
+class History(Protocol):
+    """State of an attention between calls, such as :class:`attnfast.nn.CumulativeState`."""
+
+    def index_select(self, index: Tensor, /) -> Self:
+        """Return the state of the sequences ``index``."""
+        ...
 
 
 class RecurrentState(NamedTuple):
@@ -36,10 +45,10 @@ class RecurrentState(NamedTuple):
     hidden: Tensor
     cell: Tensor | None = None
     feed: Tensor | None = None
-    history: Any = None
-    packed: Any = None
+    history: History | None = None
+    packed: Packed | tuple[Packed | None, ...] | None = None
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[type[RecurrentState], tuple[object, ...]]:
         return type(self), (*self[:-1], None)  # packed parameters stay in this process
 
     def index_select(self, index: Tensor) -> RecurrentState:
@@ -68,9 +77,9 @@ class Layer(NamedTuple):
     weight_hh: Tensor | None = None
     bias_ih: Tensor | None = None
     bias_hh: Tensor | None = None
-    output: Any = None
+    output: nn.Module | None = None
     attends_first: bool = True
-    rnn: Any = None
+    rnn: nn.RNNBase | None = None
     weight_ih_upper: Tensor | None = None
     output_tanh: bool = True
 
@@ -113,8 +122,10 @@ class Layer(NamedTuple):
 
     def feed_size(self, features: int) -> int:
         """Return the number of features that the layer reads in addition to its inputs."""
-        size = self.rnn.input_size if self.weight_ih is None else self.weight_ih.shape[1]
-        return size - features
+        if self.weight_ih is not None:
+            return self.weight_ih.shape[1] - features
+        assert self.rnn is not None
+        return self.rnn.input_size - features
 
 
 class LayerOutputs(NamedTuple):
@@ -128,7 +139,7 @@ class LayerOutputs(NamedTuple):
     contexts: Tensor | None
     weights: Tensor | None
     attentional: Tensor | None
-    history: Any
+    history: History | None
     packed: Packed | None = None
 
     @property

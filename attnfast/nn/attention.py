@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn, TypedDict
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from typing_extensions import Unpack
 
 from attnfast._utils.checks import (
     check_array,
@@ -21,6 +22,7 @@ from attnfast._utils.checks import (
     raise_value_error,
     shape_of,
 )
+from attnfast._utils.module import Module
 from attnfast._utils.representation import repr_fields
 from attnfast.decoding import Memory, attend, check_memory, prepare
 from attnfast.nn._linear import project
@@ -31,6 +33,7 @@ from attnfast.ops.backends import check_backend
 from attnfast.ops.operators import accumulation_dtype
 from attnfast.ops.span import check_form
 from attnfast.outputs import AttentionOutput
+from attnfast.spans import Position, Span
 
 
 def check_sizes(**sizes: Any) -> None:
@@ -60,7 +63,21 @@ def refuse_script(module: nn.Module) -> NoReturn:
     )
 
 
-class _Attention(nn.Module):
+class SpanTerms(TypedDict, total=False):
+    """Arguments of :func:`attnfast.attend` that restrict rows to keys near their positions."""
+
+    span: Span | None
+    position: Position
+    sigma: float | Tensor | None
+
+
+class Terms(SpanTerms, total=False):
+    """Terms that are added to the scores."""
+
+    bias: Tensor | None
+
+
+class _Attention(Module):
     """Projections around an op: additive with a score vector, dot product without one."""
 
     query_proj: nn.Module
@@ -82,7 +99,9 @@ class _Attention(nn.Module):
         "activation": "tanh", "normalisation": "softmax", "temperature": 1.0, "backend": None,
     }  # fmt: skip
 
-    def __init__(self, weight_shape: tuple[int, ...] | None, scale: float | None, backend):
+    def __init__(
+        self, weight_shape: tuple[int, ...] | None, scale: float | None, backend: str | None
+    ):
         super().__init__()
         check_backend(backend)
         self.scale = scale
@@ -206,7 +225,9 @@ class _Attention(nn.Module):
             )
         check_temperature(self.temperature)
 
-    def _remember(self, key: Tensor, value: Tensor, lengths, mask) -> Memory:
+    def _remember(
+        self, key: Tensor, value: Tensor, lengths: Tensor | None, mask: Tensor | None
+    ) -> Memory:
         """Make the memory of projected keys."""
         return prepare(
             key, value, self.score_vector, activation=self.activation, lengths=lengths, mask=mask,
@@ -219,16 +240,18 @@ class _Attention(nn.Module):
         memory: Memory,
         need_weights: bool | str,
         need_statistics: bool = False,
-        **span: Any,
+        bias: Tensor | None = None,
+        **span: Unpack[SpanTerms],
     ) -> AttentionOutput:
         """Run the op on a projected query, with span, position and sigma if given.
 
         The temperature divides the score, the bias and the prior.
         """
         scale = self.scale if self.scale is not None else query.shape[-1] ** -0.5
-        scale, bias = apply_temperature(self.temperature, scale, span.pop("bias", None))
-        if span.get("sigma") is not None:
-            span["sigma"] = span["sigma"] * self.temperature**0.5
+        scale, bias = apply_temperature(self.temperature, scale, bias)
+        sigma = span.get("sigma")
+        if sigma is not None:
+            span["sigma"] = sigma * self.temperature**0.5
         check_form(need_weights)
         if (memory.score_vector is None) != (self.score_vector is None):
             kind = "a dot" if self.score_vector is None else "an additive"
@@ -247,7 +270,7 @@ class _Attention(nn.Module):
         memory: Memory,
         need_weights: bool | str = False,
         need_statistics: bool = False,
-        **terms: Any,
+        **terms: Unpack[Terms],
     ) -> AttentionOutput:
         """Attend from decoder states to a prepared memory.
 
@@ -274,7 +297,7 @@ class _Attention(nn.Module):
         return result.of_one_row() if step else result
 
 
-class _AttentionWrapper(nn.Module):
+class _AttentionWrapper(Module):
     """A module around an attention module, whose memory it takes."""
 
     __prepare_scriptable__ = refuse_script
@@ -355,7 +378,7 @@ class BahdanauAttention(_Attention):
         self.key_proj = nn.Linear(key_dim, attn_dim, bias=False)
 
 
-class _Unit(nn.Module):
+class _Unit(Module):
     """Normalise vectors to length 1; half precision is squared in float32, to avoid overflow."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -556,7 +579,7 @@ class MultiHeadAttention(_Attention):
         Raises:
             ValueError, TypeError: an argument does not fit; the message names it.
         """
-        terms: dict[str, Any] = {}
+        terms: Terms = {}
         if self.positions is not None:
             self._check_call(state, memory)
             rows = state.shape[1] if state.dim() == 3 else 1

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -15,6 +13,7 @@ from attnfast._utils.checks import (
     check_tensor,
     raise_value_error,
 )
+from attnfast._utils.module import Module
 from attnfast._utils.representation import repr_fields
 from attnfast.functional import dot_attention
 from attnfast.nn.attention import check_sizes, refuse_script
@@ -22,7 +21,7 @@ from attnfast.ops.arguments import length_mask
 from attnfast.ops.backends import check_backend
 
 
-class BidirectionalAttention(nn.Module):
+class BidirectionalAttention(Module):
     r"""Attention from each word of a text to a question, and from the question to the text.
 
     .. math:: e_{tj} = w_h \cdot h_t + w_u \cdot u_j + w \cdot (h_t \circ u_j)
@@ -113,8 +112,8 @@ class BidirectionalAttention(nn.Module):
             bias=self.question_proj(question).mT, need_weights=bool(need_weights),
             need_statistics=True, backend=self.backend,
         )  # fmt: skip
-        statistics: Any = result.statistics
-        found: Tensor = result.context
+        statistics, found = result.statistics, result.context
+        assert statistics is not None and result.log_sum_exp is not None
         largest = result.log_sum_exp + statistics.max_weight.log()
         largest = largest.to(found.dtype) + self.text_proj(text).squeeze(-1)
         if "text" in beyond:
@@ -122,4 +121,4 @@ class BidirectionalAttention(nn.Module):
         share = largest.softmax(-1)
         pooled = share.unsqueeze(1) @ text
         both = torch.cat([text, found, text * found, text * pooled], -1)
-        return both, (result.weights, share) if need_weights else None
+        return both, None if result.weights is None else (result.weights, share)

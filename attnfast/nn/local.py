@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ from attnfast.nn.attention import (
 )
 from attnfast.ops.operators import accumulation_dtype
 from attnfast.ops.span import check_form, to_form
-from attnfast.spans import Span, gaussian_bias, log_prior
+from attnfast.spans import Position, Span, gaussian_bias, log_prior
 
 
 class SpanState(NamedTuple):
@@ -51,6 +51,13 @@ class SpanState(NamedTuple):
         return self._replace(rows=self.rows + rows)
 
 
+class PriorTerms(TypedDict, total=False):
+    """The preference for keys near a position, as arguments of :func:`attnfast.attend`."""
+
+    sigma: float | Tensor | None
+    bias: Tensor
+
+
 def is_number(x: object) -> bool:
     """Return whether x is a finite number and not a bool."""
     return is_finite(x) and not isinstance(x, bool)
@@ -64,7 +71,7 @@ class _SpanAttention(LuongAttention):
     span: Span
     _sizes = ("query_dim", "key_dim", "score", "span")
 
-    def positions(self, rows: int | Tensor, Tq: int, device: torch.device) -> Any:
+    def positions(self, rows: int | Tensor, Tq: int, device: torch.device) -> Position:
         """Return the positions of Tq rows that follow the first ``rows`` rows."""
         if isinstance(rows, Tensor):
             return rows.unsqueeze(-1) + torch.arange(Tq, device=device)
@@ -130,7 +137,7 @@ class _SpanAttention(LuongAttention):
             return context.squeeze(1), None if weights is None else _first_row(weights), history
         return context, weights, history
 
-    def terms(self, query: Tensor, memory: Memory, position: Any) -> dict[str, Any]:
+    def terms(self, query: Tensor, memory: Memory, position: Position) -> PriorTerms:
         """Return arguments of :func:`attnfast.attend` for rows at ``position``, such as a bias."""
         return {}
 
@@ -218,7 +225,7 @@ class LocalAttention(_SpanAttention):
         self.span = Span(window=window, causal=causal)
         self.slope, self.sigma, self.gaussian_height = slope, sigma, gaussian_height
 
-    def positions(self, rows: int | Tensor, Tq: int, device: torch.device) -> Any:
+    def positions(self, rows: int | Tensor, Tq: int, device: torch.device) -> Position:
         """Return the positions of Tq rows that follow the first ``rows`` rows: slope · t.
 
         Raises:
@@ -233,7 +240,7 @@ class LocalAttention(_SpanAttention):
         first = rows.unsqueeze(-1) if isinstance(rows, Tensor) else rows
         return self.slope * (first + torch.arange(Tq, device=device, dtype=torch.float64))
 
-    def terms(self, query: Tensor, memory: Memory, position: Any) -> dict[str, Any]:
+    def terms(self, query: Tensor, memory: Memory, position: Position) -> PriorTerms:
         """Return ``sigma`` or the Gaussian bias, which is added to the scores."""
         if self.gaussian_height is None or self.sigma is None:
             return {"sigma": self.sigma}
@@ -286,7 +293,7 @@ class StridedAttention(_SpanAttention):
         super().__init__(query_dim, key_dim, score, attn_dim, backend)
         self.span = Span(stride=stride, fixed=fixed, causal=causal)
 
-    def positions(self, rows: int | Tensor, Tq: int, device: torch.device) -> Any:
+    def positions(self, rows: int | Tensor, Tq: int, device: torch.device) -> Position:
         """Return the positions of Tq rows that follow the first ``rows`` rows.
 
         Raises:
@@ -353,6 +360,7 @@ class HardMonotonicWindowAttention(_SpanAttention):
         for t, row in enumerate(query.split(1, 1)):  # a query without rows is one part
             position = key.unsqueeze(1)[:, : row.shape[1]]
             context, weight = self._attend(row, memory, True, span=self.span, position=position)
+            assert weight is not None
             contexts.append(context)
             weights.append(weight)
             keys.append(position)
@@ -460,6 +468,7 @@ class LocalPredictiveAttention(LuongAttention):
             context, weights = self._attend(
                 self.query_proj(rows), memory, True, span=self.span, position=p, sigma=wide
             )
+            assert weights is not None
         except Exception:
             self._check_call(state, memory)
             raise
@@ -533,7 +542,7 @@ class SparseSelfAttention(MultiHeadAttention):
         lengths: Tensor | None = None,
         mask: Tensor | None = None,
         need_weights: bool | str = False,
-    ) -> tuple[Tensor, Any]:
+    ) -> tuple[Tensor, Tensor | list[Tensor] | None]:
         """Let states attend to each other.
 
         Args:
@@ -557,7 +566,6 @@ class SparseSelfAttention(MultiHeadAttention):
             terms: dict[str, Any] = {
                 "lengths": lengths,
                 "mask": None if mask is None else mask[:, None, None],
-                "span": self.heads,
                 "temperature": self.temperature,
                 "need_weights": need_weights,
                 "backend": self.backend,
@@ -565,9 +573,11 @@ class SparseSelfAttention(MultiHeadAttention):
             if self.positions is not None:
                 terms["bias"] = self.positions(*states.shape[1:2] * 2)
             if self.score_vector is None:
-                result = dot_attention(query, key, value, **terms)
+                result = dot_attention(query, key, value, span=self.heads, **terms)
             else:
-                result = additive_attention(query, key, value, self.score_vector, **terms)
+                result = additive_attention(
+                    query, key, value, self.score_vector, span=self.heads, **terms
+                )
         except Exception:
             self._check_states(states)
             if mask is not None:

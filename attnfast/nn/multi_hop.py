@@ -22,6 +22,7 @@ from attnfast._utils.checks import (
     raise_value_error,
     shape_of,
 )
+from attnfast._utils.module import Module
 from attnfast._utils.representation import repr_fields
 from attnfast.decoding import Memory, attend, check_memory, prepare
 from attnfast.functional import additive_attention
@@ -51,7 +52,7 @@ class MultiHopMemory(NamedTuple):
         return MultiHopMemory(tuple(x.index_select(index) for x in self.memories))
 
 
-class MultiHopAttention(nn.Module):
+class MultiHopAttention(Module):
     r"""Attention that queries a memory K times, updating the query with each hop's context.
 
     .. math:: u^1 = q, \quad

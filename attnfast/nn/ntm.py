@@ -16,10 +16,11 @@ from attnfast._utils.checks import (
     raise_type_error,
     raise_value_error,
 )
+from attnfast._utils.module import Module
 from attnfast._utils.representation import repr_fields
 from attnfast._utils.torch_private import is_autocast_on, name_in_exports
 from attnfast.nn.attention import check_sizes, refuse_script
-from attnfast.ops.arguments import HALF
+from attnfast.ops.backends import HALF
 from attnfast.ops.operators import accumulation_dtype
 
 #: The cosine of a shorter vector is scaled down in proportion to its length.
@@ -68,7 +69,7 @@ def norm(x: Tensor) -> Tensor:
     return x.square().sum(-1).clamp_min(SHORT**2).sqrt()
 
 
-class NeuralTuringMachine(nn.Module):
+class NeuralTuringMachine(Module):
     r"""An LSTM with a memory of N slots, which heads read and write at every step.
 
     The LSTM, the controller, reads the input and the previous step's read vectors. Its state gives

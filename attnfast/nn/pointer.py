@@ -19,6 +19,7 @@ from attnfast._utils.checks import (
     raise_value_error,
     shape_of,
 )
+from attnfast._utils.module import Module
 from attnfast._utils.representation import repr_fields
 from attnfast.decoding import Memory, check_memory
 from attnfast.functional import copy_distribution
@@ -29,7 +30,7 @@ from attnfast.ops.backends import check_backend
 from attnfast.ops.reference import score
 
 
-class PointerNetwork(nn.Module):
+class PointerNetwork(Module):
     r"""An LSTM encoder of items, and an LSTM decoder that points at one item per step.
 
     .. math:: h_1 \dots h_N = \mathrm{LSTM}(x_1 \dots x_N), \quad
@@ -124,6 +125,7 @@ class PointerNetwork(nn.Module):
             )
         attended = self.attention(states, memory, need_weights=True)
         weights, total = attended.weights, attended.log_sum_exp
+        assert weights is not None and total is not None
         faint = torch.finfo(weights.dtype).tiny ** 0.5
         weights = weights.to(total.dtype)
         assert memory.lengths is not None
@@ -208,7 +210,7 @@ class PointerNetwork(nn.Module):
         return torch.stack(answer, 1)
 
 
-class PointerGenerator(nn.Module):
+class PointerGenerator(Module):
     r"""A mixture of generating words from the vocabulary and copying words of the source.
 
     .. math:: p_t = \sigma(W x_t + b), \quad

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from attnfast._utils.checks import check_array, check_int, check_like, raise_value_error
+from attnfast._utils.module import Module
 from attnfast._utils.representation import repr_fields
 
 
-class SinusoidalPositions(nn.Module):
+class SinusoidalPositions(Module):
     r"""Add sines and cosines of the position to each state, without parameters, for any length.
 
     .. math:: p_{t,2i} = \sin\left(t / 10000^{2i/D}\right), \quad
@@ -40,7 +41,7 @@ class SinusoidalPositions(nn.Module):
         return x + both.to(x.dtype)
 
 
-class LearnedPositions(nn.Module):
+class LearnedPositions(Module):
     r"""Add a learned vector for the position to each state, :math:`x_t + p_t`.
 
     Args:
@@ -82,7 +83,7 @@ class LearnedPositions(nn.Module):
         return x + self.weight[offset : offset + x.shape[1]]
 
 
-class RelativePositions(nn.Module):
+class RelativePositions(Module):
     r"""Learned bias of the scores for each head and each distance of a key from the row.
 
     .. math:: b_{htj} = w_{h,\, \mathrm{clip}(j - t,\, -k,\, k)}

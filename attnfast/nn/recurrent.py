@@ -24,7 +24,7 @@ from attnfast._utils.representation import repr_fields
 from attnfast._utils.torch_private import has_dispatch_mode, is_autocast_on
 from attnfast.decoding import Memory, check_memory
 from attnfast.nn._fused_rnn import run_layer, split_gate
-from attnfast.nn._layer import NAMES, Layer, RecurrentState
+from attnfast.nn._layer import NAMES, History, Layer, RecurrentState
 from attnfast.nn.attention import _Attention, _AttentionWrapper, check_sizes
 from attnfast.nn.stateful import last_of
 from attnfast.ops.arguments import length_mask
@@ -264,7 +264,7 @@ class AttentionRNN(_AttentionWrapper):
         self,
         input: Tensor,
         memory: Memory,
-        hx: Any = None,
+        hx: Tensor | tuple[Tensor, Tensor] | RecurrentState | None = None,
         *,
         target_lengths: Tensor | None = None,
         need_weights: bool = False,
@@ -343,16 +343,17 @@ class AttentionRNN(_AttentionWrapper):
             None if stack else tuple(packs),
         )  # fmt: skip
         output = states if attentional is None else attentional
+        assert contexts is not None
         return recurrent_result(output, state, states, contexts, weights)
 
     def _attend_to(
         self,
         memory: Memory,
         states: Tensor,
-        history: Any,
+        history: History | None,
         lengths: Tensor | None,
         need_weights: bool,
-    ) -> tuple[Tensor, Tensor | None, Any]:
+    ) -> tuple[Tensor, Tensor | None, History | None]:
         """Attend with the states ``[B, T, H]`` of all steps; return contexts, weights, history."""
         form = "dense" if need_weights else False
         seen = None if lengths is None else length_mask(lengths, states.shape[1])

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from attnfast._utils.checks import (
     check_array,
@@ -101,6 +102,12 @@ def last_of(steps: Tensor, first: Tensor, lengths: Tensor | None) -> Tensor:
     return torch.where((lengths > 0).unsqueeze(-1), last, first)
 
 
+class _Terms(TypedDict, total=False):
+    """Arguments of :func:`attnfast.coverage_attention` that a call of the module may add."""
+
+    transition_prob: float | Tensor
+
+
 class HistoryAttention(_Attention):
     r"""Base class of additive attention that depends on the weights of previous rows.
 
@@ -153,7 +160,7 @@ class HistoryAttention(_Attention):
         history: CumulativeState | None = None,
         need_weights: bool | str = False,
         target_mask: Tensor | None = None,
-        **terms: Any,
+        **terms: Unpack[_Terms],
     ) -> tuple[Tensor, Tensor | None, CumulativeState]:
         """Attend from decoder states to a prepared memory.
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor, nn
 
 from attnfast._utils.checks import (
@@ -15,11 +13,12 @@ from attnfast._utils.checks import (
     raise_type_error,
     raise_value_error,
 )
+from attnfast._utils.module import Module
 from attnfast.nn.attention import check_sizes
 from attnfast.nn.local import SparseSelfAttention
 
 
-class TransformerEncoderLayer(nn.Module):
+class TransformerEncoderLayer(Module):
     r"""Self-attention and a feed-forward network, each with a residual connection.
 
     .. math:: y = x + \mathrm{attend}(\mathrm{norm}(x)), \quad
@@ -60,7 +59,7 @@ class TransformerEncoderLayer(nn.Module):
 
     def forward(
         self, states: Tensor, lengths: Tensor | None = None, need_weights: bool | str = False
-    ) -> tuple[Tensor, Any]:
+    ) -> tuple[Tensor, Tensor | list[Tensor] | None]:
         """Return z, ``[B, T, dim]``, and the attention weights or None.
 
         Args:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Concatenate, Generic, NamedTuple, ParamSpec
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from typing_extensions import TypeVarTuple, Unpack
 
 from attnfast._utils.checks import (
     check_array,
@@ -26,8 +28,12 @@ from attnfast.nn.attention import (
 )
 from attnfast.ops.span import check_form
 
+P = ParamSpec("P")
+#: The outputs of an attention after its context.
+Others = TypeVarTuple("Others")
 
-class GatedAttention(_AttentionWrapper):
+
+class GatedAttention(_AttentionWrapper, Generic[P, Unpack[Others]]):
     r"""Attention whose context is scaled by a gate that depends on the decoder state.
 
     .. math:: \beta_t = \sigma(f^\top s_t + b), \quad c_t = \beta_t \sum_j \alpha_{tj} h_j
@@ -47,7 +53,11 @@ class GatedAttention(_AttentionWrapper):
         torch.Size([2, 8])
     """
 
-    def __init__(self, attention: nn.Module, query_dim: int):
+    def __init__(
+        self,
+        attention: Callable[Concatenate[Tensor, Memory, P], tuple[Tensor, Unpack[Others]]],
+        query_dim: int,
+    ):
         super().__init__(attention)
         check_sizes(query_dim=query_dim)
         self.gate = nn.Linear(query_dim, 1)
@@ -57,7 +67,9 @@ class GatedAttention(_AttentionWrapper):
         """True if calls take and return a history."""
         return getattr(self.attention, "has_history", False)
 
-    def forward(self, state: Tensor, memory: Memory, *args: Any, **options: Any) -> Any:
+    def forward(
+        self, state: Tensor, memory: Memory, *args: P.args, **options: P.kwargs
+    ) -> tuple[Tensor, Unpack[Others]]:
         """Return the attention's result with its context, ``[B, Dv]`` or ``[B, Tq, Dv]``, gated."""
         context, *rest = self.attention(state, memory, *args, **options)
         return self.gate(state).sigmoid() * context, *rest

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -129,7 +129,7 @@ def apply_temperature(temperature: Any, *terms: Any) -> tuple[Any, ...]:
     return tuple(None if x is None else x / temperature for x in terms)
 
 
-def autocast(*inputs):
+def autocast(*inputs: Any) -> Sequence[Any]:
     """Cast float32 and half inputs under autocast, as PyTorch does for matrix products."""
     if not is_autocast_on():
         return inputs

@@ -65,8 +65,10 @@ class LoweredCall(NamedTuple):
         if self.span.stride > 1 and statistics is not None:
             statistics = self._on_all_keys(statistics)
         if isinstance(form, str):
+            assert weights is not None
             weights = to_form(form, weights, self.keys, self.Tk)
         elif form and self.window_columns is not None:
+            assert weights is not None
             weights = to_columns(weights, self.window_columns)
         return attention_result(context, weights, log_sum_exp, statistics)
 
@@ -179,7 +181,7 @@ def _run_within_one(
 
 def run_within(
     within: SpanArguments, call: AttentionInputs, form: bool | str, backend: str
-) -> AttentionOutput:
+) -> AttentionOutput[Tensor | list[Tensor]]:
     """Run a backend within a span, or one for each head; heads of one span run together.
 
     With a list of spans the weights are a list, one for each head, unless ``form`` is a string.
@@ -218,7 +220,7 @@ def run_within(
     sums: Any = [result.log_sum_exp for result in results]
     statistics: Any = [result._statistics for result in results]
     sums, statistics = (None if x[0] is None else join_heads(x, order) for x in (sums, statistics))
-    joined: Any = None
+    joined: Tensor | list[Tensor] | None = None
     if form:
         joined = join_heads(weights, order) if isinstance(form, str) else by_head(weights, order)
     return attention_result(join_heads(contexts, order), joined, sums, statistics)

@@ -21,7 +21,7 @@ class Packed(NamedTuple):
     """Parameters packed by a backend, and what shows most later changes."""
 
     tensor: Tensor
-    made_of: tuple[Any, ...]
+    made_of: tuple[object, ...]
     memory: list[Tensor]  # of the parameters, referenced so that it is not reused
 
 
@@ -47,7 +47,7 @@ def pack_parameters(
     return None if tensor is None else Packed(tensor, made_of, [x.detach() for x in given])
 
 
-def _version(x: Tensor) -> tuple[Any, ...]:
+def _version(x: Tensor) -> tuple[object, ...]:
     """Return what changes with a tensor: ``module.float()`` changes its memory, not its version."""
     return x.data_ptr(), x._version, x.dtype, x.shape, x.stride()
 

@@ -32,7 +32,9 @@ toc_object_entries_show_parents = "hide"
 python_maximum_signature_line_length = 88
 nitpicky = True
 nitpick_ignore_regex = [
-    ("py:.*", r"(torch|collections|contextlib|pathlib)\..*|Tensor"),
+    ("py:.*", r"(torch|collections|contextlib|pathlib|typing_extensions)\..*|Tensor"),
+    # Type variables.
+    ("py:(class|obj)", r"(attnfast\.\w+\._?\w+\.|typing\.~)?(M_contra|S|P|Others|History|Packed)"),
     # Private types, in the signatures of public names.
     ("py:class", rf"(?!({'|'.join(MODULES)})\.\w+$)attnfast\..*|GrowableBuffer|SharedKeys"),
     ("py:exc", "InputError"),
