@@ -77,7 +77,7 @@ DECODERS = {
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("name", "Tq"), [("bahdanau", 1), *((name, 3) for name in DECODERS)])
 def test_onnxruntime_computes_the_reference(name, Tq, tmp_path):
-    """Of any batch and source; the steps of what depends on earlier ones are a fixed number."""
+    """Batch and source are dynamic; steps that depend on earlier ones have a fixed number."""
     pytest.importorskip("onnxscript")
     onnxruntime = pytest.importorskip("onnxruntime")
     torch.manual_seed(0)

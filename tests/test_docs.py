@@ -241,7 +241,7 @@ def supported(operator: str, kernel: str, backend: str) -> str:
 
 
 def test_backends_are_those_of_the_code():
-    """The table of operators, directions, dtypes and backends; the ranks beside it."""
+    """The page lists operators, directions, dtypes, backends and ranks as the code has them."""
     page, rows = (ROOT / "docs" / "backends.md").read_text(), []
     for name in sorted(operators.ARGUMENTS):
         if name.partition("_backward")[1]:

@@ -1,4 +1,4 @@
-"""What ``repr`` shows of each public module: sizes, and options that are not defaults."""
+"""The ``repr`` of each public module shows sizes, and options that are not defaults."""
 
 import inspect
 

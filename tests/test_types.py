@@ -1,4 +1,4 @@
-"""What a user's file sees of the public names under `mypy --strict`: types without Any."""
+"""The public names have types without Any in a user's file under `mypy --strict`."""
 
 import importlib
 import inspect

@@ -191,7 +191,7 @@ __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni"))) void qu
 #endif
 
 #if defined(__aarch64__)
-// Whether the processor sums products of four bytes in one instruction.
+// Return whether the processor sums products of four bytes in one instruction.
 bool has_dot_products() {
 #if defined(__ARM_FEATURE_DOTPROD)
   return true;
