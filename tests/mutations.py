@@ -2183,7 +2183,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
     ("csrc/cuda/attention.cuh", CUDA.format("parts")): {
         "put_part": [("if (a.statistics.data) end->row = softmax.described[r];", "")],
     },
-    ("csrc/cuda/attention.cuh", "tests/test_cuda_build.py -k 'sanitizers and address'"): {
+    ("csrc/cuda/step.cuh", "tests/test_cuda_build.py -k 'sanitizers and address'"): {
         "keys_of_part": [
             ("return {from, min(from + share, end)};", "return {from, from + share};"),
         ],
@@ -2197,6 +2197,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
             ("all.mass += mass[x] * faded;", "all.mass += mass[x];"),
             ("at<C>(parts, tile, tile.row * count + first)", "at<C>(parts, tile, first)"),
         ],
+        "step_blocks": [("min(rounds * kRound, int64_t{kStepKeys})", "rounds * kRound")],
         "launch_combine": [("while (count > kJoined) {", "while (false) {")],
     },
     ("csrc/launch_coverage.h", CUDA.format("of_no_rows")): {

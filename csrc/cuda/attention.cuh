@@ -98,17 +98,6 @@ struct KeyParts {
   int count;
 };
 
-// The keys [from, to) of a part.
-struct PartKeys {
-  int from, to;
-};
-__device__ inline PartKeys keys_of_part(const Seen& all, int part, int count) {
-  const int first = all.from, end = all.to;
-  const int share = (end - first + count * kKeys - 1) / (count * kKeys) * kKeys;
-  const int from = min(first + part * share, end);
-  return {from, min(from + share, end)};
-}
-
 // Store this block's part of the rows of a tile: context, largest score, mass and statistics.
 template <class C, int columns>
 __device__ void put_part(const Forward& a, const Tile& tile, int rows, int column,
@@ -148,7 +137,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2
   if (threadIdx.x < kQueries) softmax.highest[threadIdx.x] = -INFINITY, softmax.mass[threadIdx.x] = 0;
 
   const Seen all = seen_by_all(a, tile, rows, n);
-  const auto [from, to] = keys_of_part(all, blockIdx.x % parts.count, parts.count);
+  const auto [from, to] = keys_of_part(all, blockIdx.x % parts.count, parts.count, kKeys);
 #pragma unroll 1
   for (int left = to - from; left > 0; left -= kKeys) {
     const int j0 = to - left, keys = min(left, kKeys);

@@ -7,12 +7,24 @@
 namespace attnfast {
 namespace {
 
-constexpr int kStepKeys = 64;  // of a block
-constexpr int kAtOnce = 4;     // keys of a warp that are loaded together
-constexpr int kUnderWay = 16;  // loads in flight of a thread that sums over keys
-constexpr int kJoined = 64;    // parts of a row that a block joins
+constexpr int kStepKeys = 64;             // of a block, at most
+constexpr int kAtOnce = 4;                // keys of a warp that are loaded together
+constexpr int kRound = kWarps * kAtOnce;  // keys that the warps of a block take together
+constexpr int kUnderWay = 16;             // loads in flight of a thread that sums over keys
+constexpr int kJoined = 64;               // parts of a row that a block joins
 
 // ---- a block's keys -----------------------------------------------------------------------------
+
+// The keys [from, to) of a part, if `count` parts divide keys in multiples of `unit`.
+struct PartKeys {
+  int from, to;
+};
+__device__ inline PartKeys keys_of_part(const Seen& all, int part, int count, int unit) {
+  const int first = all.from, end = all.to;
+  const int share = (end - first + count * unit - 1) / (count * unit) * unit;
+  const int from = min(first + part * share, end);
+  return {from, min(from + share, end)};
+}
 
 struct StepKeys {
   Seen own;      // all that the row sees
@@ -22,8 +34,8 @@ struct StepKeys {
 
 __device__ inline StepKeys keys_of_block(const Problem& a, const Tile& tile) {
   const Seen own = seen_by(a, tile, 0, keys_seen(a, tile.b));
-  const int64_t from = own.from + blockIdx.y * int64_t{kStepKeys};
-  return {own, from, max(0, up_to(kStepKeys, own.to - from))};
+  const auto [from, to] = keys_of_part(own, blockIdx.y, gridDim.y, kRound);
+  return {own, from, to - from};
 }
 
 // Return a feature's term of a score. Every pair of a query and a key occurs once, so nothing is
@@ -297,7 +309,16 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : 3) step_backwar
 
 // ---- launches -----------------------------------------------------------------------------------
 
-inline int64_t key_parts(const Problem& a) { return max(tiles(min(a.W, a.Tk), kStepKeys), int64_t{1}); }
+// Return the number of blocks that divide a row's keys: enough for kStepKeys keys each, and more up
+// to the largest cluster while the blocks of all rows run at once, because a block's time is
+// proportional to its keys.
+template <class Launch, class Kernel>
+int64_t step_blocks(const Problem& a, const Launch& launch, Kernel kernel) {
+  const int64_t keys = max(min(a.W, a.Tk), int64_t{1}), rows = max(a.B * a.H, int64_t{1});
+  const int64_t most = min(launch.places(kernel) / rows, int64_t{launch.most_together(kernel)});
+  const int64_t rounds = tiles(keys, max(most, int64_t{1}) * kRound);
+  return tiles(keys, min(rounds * kRound, int64_t{kStepKeys}));
+}
 
 // Allocate the parts of every row, each with the context's columns and an End.
 template <class C, class Launch>
@@ -322,9 +343,9 @@ void launch_combine(const Forward& a, const Launch& launch, const View& added, V
 
 template <class T, class Launch>
 void launch_step(const Forward& a, const Launch& launch, const View& added) {
-  const int64_t blocks = key_parts(a);
   const auto kernel = by_score(a.score, [](auto known) { return step<T, decltype(known)::score>; });
-  if (blocks == 1 || blocks <= launch.most_together(kernel))
+  const int64_t blocks = step_blocks(a, launch, kernel);
+  if (blocks <= launch.most_together(kernel))
     return launch.together(kernel, a.B * a.H, blocks, a, added, View{});
   const View parts = room_for_parts<typename Accumulate<T>::type>(a, blocks, launch);
   launch(kernel, a.B * a.H, blocks, a, added, parts);
@@ -338,8 +359,8 @@ bool launch_step_backward(const Backward& a, const Launch& launch) {
       by_score(a.score, [](auto known) { return step_backward<T, decltype(known)::score>; });
   const bool others = a.grad_key.data || a.grad_value.data || a.grad_score_vector.data;
   if (a.Tq != 1 || a.grad_score_given || !a.grad_query.data || others) return false;
-  const int64_t blocks = key_parts(a);
-  if (blocks > 1 && blocks > launch.most_together(kernel)) return false;
+  const int64_t blocks = step_blocks(a, launch, kernel);
+  if (blocks > launch.most_together(kernel)) return false;
   launch.together(kernel, a.B * a.H, blocks, a);
   return true;
 }
