@@ -52,28 +52,37 @@ template <Score S, class C, class T, class Finish>
 __device__ void score_keys(const T* q, const T* w, const Rows<T>& keys, int64_t width,
                            const Finish& finish) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const bool fours = aligned(keys) && aligned(Rows<T>{q, 0, 1}) && (!w || aligned(Rows<T>{w, 0, 1}));
-  for (int first = warp * kAtOnce; first < keys.count; first += kWarps * kAtOnce) {
+  const bool fours =
+      aligned(keys) && aligned(Rows<T>{q, 0, 1}) && aligned(Rows<T>{w, 0, 1}) && width % 4 == 0;
+  for (int first = warp * kAtOnce; first < keys.count; first += kRound) {
     C s[kAtOnce] = {};
     const T* k[kAtOnce];
 #pragma unroll
     for (int x = 0; x < kAtOnce; ++x) k[x] = keys.data + min(first + x, keys.count - 1) * keys.stride;
+    const auto add = [&](auto known) {  // if whole, no load waits for a branch
+      constexpr bool whole = decltype(known)::value;
 #pragma unroll 2
-    for (int64_t c = 4 * lane; c < width; c += 128) {
-      C of_q[4], of_w[4] = {}, of_k[kAtOnce][4];
-      load(q + c, fours, width - c, of_q);
-      if (w) load(w + c, fours, width - c, of_w);
+      for (int64_t c = 4 * lane; c < width; c += 128) {
+        const int left = whole ? 4 : width - c;
+        C of_q[4], of_w[4] = {}, of_k[kAtOnce][4];
+        load(q + c, whole, left, of_q);
+        if (S != Score::dot) load(w + c, whole, left, of_w);
 #pragma unroll
-      for (int x = 0; x < kAtOnce; ++x) load(k[x] + c, fours, width - c, of_k[x]);
+        for (int x = 0; x < kAtOnce; ++x) load(k[x] + c, whole, left, of_k[x]);
 #pragma unroll
-      for (int x = 0; x < kAtOnce; ++x)
-        for (int i = 0; i < 4; ++i) s[x] += feature_score<S>(of_q[i], of_k[x][i], of_w[i]);
-    }
+        for (int x = 0; x < kAtOnce; ++x)
+          for (int i = 0; i < 4; ++i) s[x] += feature_score<S>(of_q[i], of_k[x][i], of_w[i]);
+      }
+    };
+    if (fours) add(std::true_type{});
+    else add(std::false_type{});
+    C own = 0;  // of the lane's key
 #pragma unroll
     for (int x = 0; x < kAtOnce; ++x) {
-      s[x] = of_warp<Add>(s[x]);
-      if (lane == x && first + x < keys.count) finish(first + x, s[x]);
+      const C score = of_warp<Add>(s[x]);
+      if (lane == x) own = score;
     }
+    if (lane < kAtOnce && first + lane < keys.count) finish(first + lane, own);
   }
 }
 
