@@ -2189,11 +2189,12 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         ],
     },
     ("csrc/cuda/step.cuh", CUDA.format("owes")): {
-        "sum_column": [("sum += share[j + i] == 0 ? C(0) : more;", "sum += more;")],
+        "weighted_sums": [("sum[n] += share[j + i] == 0 ? C(0) : more;", "sum[n] += more;")],
     },
     ("csrc/cuda/step.cuh", CUDA.format("parts or step")): {
         "__launch_bounds__": [
-            ("mass[x] == 0 ? C(-INFINITY) : part(i)->top", "part(i)->top"),
+            ("if (mass[x] == 0) top[x] = -INFINITY;", ""),
+            ("for (C& x : factor) x *= all.share();", ""),
             ("all.mass += mass[x] * faded;", "all.mass += mass[x];"),
             ("at<C>(parts, tile, tile.row * count + first)", "at<C>(parts, tile, first)"),
         ],

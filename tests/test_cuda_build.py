@@ -16,7 +16,7 @@ from attnfast.ops.arguments import SCORES
 ARCHS = ("80", "90", "100")
 DTYPES = ("float", "double", "__half", "__nv_bfloat16")
 #: Registers of a thread and bytes of shared memory of a block, at most, on every architecture. With
-#: 168 registers three blocks are on a multiprocessor, with 128 four, with 96 five.
+#: 168 registers three blocks are on a multiprocessor, with 128 four, with 96 five, with 80 six.
 BUDGETS = {
     f"{kernel}<{dtype}{score}>": (
         of_double if dtype == "double" else registers,
@@ -29,7 +29,7 @@ BUDGETS = {
         *(("forward", f", {score}, 4", 168, 0, 19) for score in range(len(SCORES))),
         *(("step", f", {score}", 168, 168, 5) for score in range(len(SCORES))),
         *(("step_backward", f", {score}", 168, 240, 5) for score in range(len(SCORES))),
-        ("combine", "", 128, 168, 1),
+        ("combine", "", 80, 128, 1),
         ("factor", "", 80, 0, 0),
         ("products", ", 0, true", 168, 240, 16),
         *(("products", f", {score}, false", 168, 240, 16) for score in range(len(SCORES))),

@@ -15,11 +15,6 @@ namespace {
 
 // ---- forward ----------------------------------------------------------------------------------
 
-// The largest number of context columns that a thread sums; a wider context takes more blocks, on
-// grid.y, which recompute the scores.
-template <class C>
-constexpr int kColumns = sizeof(C) == 4 ? 4 : 2;
-
 // The running state of a tile's rows: the largest score, the sum of e^{score - highest}, and the
 // factor by which that sum and the context were last multiplied; also e^{score - highest} of the
 // current keys.

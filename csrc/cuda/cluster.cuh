@@ -45,20 +45,33 @@ __device__ C of_blocks(C x, int& turn) {
   return of_warp<Join>(x);
 }
 
-// Add up the blocks' sums: sum(c) of each, for the columns c < width; one thread calls out(c,
-// total). No block continues while another reads its sums.
-template <class C, class Sum, class Out>
-__device__ void add_up_blocks(int64_t width, const Sum& sum, const Out& out) {
+struct Unweighted {
+  template <class C>
+  __device__ void operator()(C (&factor)[kMostBlocks]) const {
+    for (C& x : factor) x = 1;
+  }
+};
+
+// Add up the blocks' sums of the columns c < width, each times its block's factor. sum(first, count,
+// sums) computes a block's sums of the columns from `first` on. weigh(factor), called once, sets the
+// factors; what other blocks wrote before is visible to it. One thread calls out(c, total). No block
+// continues while another reads its variables.
+template <class C, class Sum, class Weigh, class Out>
+__device__ void add_up_blocks(int64_t width, const Sum& sum, const Weigh& weigh, const Out& out) {
   constexpr int kAtATime = 1024;
   __shared__ C sums[kAtATime];
+  C factor[kMostBlocks];
   int64_t first = 0;
   do {
     const int count = up_to(kAtATime, width - first);
-    for (int c = threadIdx.x; c < count; c += kThreads) sums[c] = sum(first + c);
+    sum(first, count, sums);
     wait_for_blocks();
+    if (first == 0) weigh(factor);
     for (int c = threadIdx.x + blockIdx.y * kThreads; c < count; c += kThreads * gridDim.y) {
       C total = 0;
-      for (unsigned block = 0; block < gridDim.y; ++block) total += of_another(sums, block)[c];
+#pragma unroll
+      for (unsigned block = 0; block < kMostBlocks; ++block)
+        if (block < gridDim.y) total += factor[block] * of_another(sums, block)[c];
       out(first + c, total);
     }
     wait_for_blocks();

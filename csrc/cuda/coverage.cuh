@@ -210,7 +210,10 @@ struct BackwardScan : Scan<T, CoverageBackward> {
       }
       return grad_q;
     };
-    add_up_blocks<C>(a.A, of_feature, [&](int64_t c, C grad_q) {
+    const auto of_features = [&](int64_t first, int count, C* sums) {
+      for (int c = threadIdx.x; c < count; c += kThreads) sums[c] = of_feature(first + c);
+    };
+    add_up_blocks<C>(a.A, of_features, Unweighted{}, [&](int64_t c, C grad_q) {
       if (a.grad_query.data) narrow(grad_q, at<T>(a.grad_query, tile, t)[c]);
     });
   }

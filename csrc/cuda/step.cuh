@@ -10,8 +10,12 @@ namespace {
 constexpr int kStepKeys = 64;             // of a block, at most
 constexpr int kAtOnce = 4;                // keys of a warp that are loaded together
 constexpr int kRound = kWarps * kAtOnce;  // keys that the warps of a block take together
-constexpr int kUnderWay = 16;             // loads in flight of a thread that sums over keys
 constexpr int kJoined = 64;               // parts of a row that a block joins
+constexpr int kFewRows = 8;               // loaded together where registers do not suffice for kRound
+// The most columns that a thread sums together. In the forward of whole targets a wider context takes
+// more blocks, on grid.y, which recompute the scores.
+template <class C>
+constexpr int kColumns = sizeof(C) == 4 ? 4 : 2;
 
 // ---- a block's keys -----------------------------------------------------------------------------
 
@@ -86,28 +90,52 @@ __device__ void score_keys(const T* q, const T* w, const Rows<T>& keys, int64_t 
   }
 }
 
-// Return the sum of term(share_j, x_j) over the block's keys, x a column of them. Terms whose share
-// is 0 are skipped, because a hidden x_j may be NaN. Shares beyond the keys are 0.
-template <class C, class T, class Term>
-__device__ C sum_column(const C* share, const T* column, int64_t row, int keys, const Term& term) {
-  C sum = 0;
+// Call put(c, sum) for the columns c < width, with the sum of term(share_j, x_jc, own_c) over the
+// rows x_j; own may be null. A thread loads kColumns columns of N rows together. Terms whose share
+// is 0 are skipped, because a hidden x_j may be NaN. Shares up to a multiple of N are 0.
+template <int N, class C, class T, class Term, class Put>
+__device__ void weighted_sums(const C* share, const Rows<T>& x, int width, const T* own, const Term& term,
+                              const Put& put) {
+  constexpr int columns = kColumns<C>;
+  for (int first = threadIdx.x; first < width; first += kThreads * columns) {
+    const auto exists = [&](int n) { return first + kThreads * n < width; };
+    C sum[columns] = {}, of_own[columns] = {};
+    for (int n = 0; own && n < columns; ++n)
+      if (exists(n)) of_own[n] = widen(own[first + kThreads * n]);
 #pragma unroll 1
-  for (int j = 0; j < keys; j += kUnderWay) {
-    C x[kUnderWay];
+    for (int j = 0; j < x.count; j += N) {
+      C of_x[columns][N];
 #pragma unroll
-    for (int i = 0; i < kUnderWay; ++i) x[i] = j + i < keys ? widen(column[(j + i) * row]) : C(0);
+      for (int i = 0; i < N; ++i)
+        for (int n = 0; n < columns; ++n)
+          of_x[n][i] = j + i < x.count && exists(n)
+                           ? widen(x.data[(j + i) * x.stride + first + kThreads * n])
+                           : C(0);
 #pragma unroll
-    for (int i = 0; i < kUnderWay; ++i) {
-      const C more = term(share[j + i], x[i]);
-      sum += share[j + i] == 0 ? C(0) : more;
+      for (int n = 0; n < columns; ++n) {
+        if (!exists(n)) break;
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+          const C more = term(share[j + i], of_x[n][i], of_own[n]);
+          sum[n] += share[j + i] == 0 ? C(0) : more;
+        }
+      }
     }
+#pragma unroll
+    for (int n = 0; n < columns; ++n)
+      if (exists(n)) put(first + kThreads * n, sum[n]);
   }
-  return sum;
 }
+struct Product {
+  template <class C>
+  __device__ C operator()(C p, C x, C) const {
+    return p * x;
+  }
+};
 
 // ---- forward ------------------------------------------------------------------------------------
 
-// The softmax of a row, joined from its parts: part(i) is the largest score and the mass of part i.
+// The softmax of a row, or of some of its keys.
 template <class C>
 struct SoftmaxPart {
   C top, mass;       // mass is 0 if no key is visible
@@ -117,13 +145,24 @@ struct SoftmaxPart {
   __device__ C share() const { return share_of(top, mass); }
 };
 
-template <class C, class Part>
-__device__ SoftmaxPart<C> join(int64_t parts, const Part& part) {
+// Join the blocks' parts of a row; `factor` becomes that of each block's exponentials.
+template <class C>
+__device__ SoftmaxPart<C> join(const SoftmaxPart<C>& mine, C (&factor)[kMostBlocks]) {
   SoftmaxPart<C> all = {-INFINITY, 0, {}};
-  for (int64_t i = 0; i < parts; ++i)
-    if (part(i).mass != 0) all.top = fmax(all.top, part(i).top);
+  C mass[kMostBlocks];
+#pragma unroll
+  for (unsigned block = 0; block < kMostBlocks; ++block) {
+    const SoftmaxPart<C>* const part = of_another(&mine, min(block, gridDim.y - 1));
+    mass[block] = block < gridDim.y ? part->mass : C(0);
+    factor[block] = mass[block] == 0 ? C(-INFINITY) : part->top;
+    all.top = fmax(all.top, factor[block]);
+  }
   if (all.top == -INFINITY) all.top = 0;
-  for (int64_t i = 0; i < parts; ++i) all.mass += part(i).mass * part(i).faded(all.top);
+#pragma unroll
+  for (int block = 0; block < kMostBlocks; ++block) {
+    factor[block] = exp(factor[block] - all.top);
+    all.mass += mass[block] * factor[block];
+  }
   return all;
 }
 
@@ -175,37 +214,40 @@ __global__ void __launch_bounds__(kThreads, 3) step(const Forward a, const View 
   const C mass = of_warp<Add>(mine[0] + mine[1]);
   SoftmaxPart<C> of_block = {shift, mass, {}};
   if (a.statistics.data) of_block.row = describe(scores, mine, shift, mass, C(from + lane));
+  if (threadIdx.x == 0) end = of_block;
   __syncthreads();  // every warp has read the scores
   if (warp < 2) share[lane + 32 * warp] = warp ? mine[1] : mine[0];
+  __syncthreads();
 
-  const auto weighted_sum = [&, from = from, keys = keys](int64_t c) {
-    const auto product = [](C p, C v) { return p * v; };
-    return sum_column(share, at<T>(a.value, tile, from) + c, a.value.row, keys, product);
-  };
+  const Rows<T> value = {at<T>(a.value, tile, from), a.value.row, keys};
+  const T* const none = nullptr;
   if (parts.data) {
-    __syncthreads();
     C* part = at<C>(parts, tile, blockIdx.y);
     if (threadIdx.x == 0) *reinterpret_cast<SoftmaxPart<C>*>(part + a.Dv) = of_block;
-    for (int64_t c = threadIdx.x; c < a.Dv; c += kThreads) part[c] = weighted_sum(c);
+    weighted_sums<kRound>(share, value, a.Dv, none, Product(), [&](int c, C sum) { part[c] = sum; });
     return;
   }
-  if (threadIdx.x == 0) end = of_block;
-  wait_for_blocks();
-  const auto of = [&](unsigned block) { return *of_another(&end, block); };
-  const SoftmaxPart<C> all = join<C>(gridDim.y, of);
-  if (a.statistics.data && threadIdx.x + blockIdx.y == 0)
-    put_statistics(a, tile, 0, all.top, all.mass, described<C>(gridDim.y, of));
-  const C factor = end.faded(all.top) * all.share();
-  finish_row(a, tile, 0, own, all.top, all.mass, threadIdx.x + blockIdx.y * kThreads, kThreads * gridDim.y);
-  add_up_blocks<C>(
-      a.Dv, [&](int64_t c) { return factor * weighted_sum(c); },
-      [&](int64_t c, C total) { put_context<T>(a, added, tile, c, total); });
+  const auto sum_values = [&](int64_t first, int count, C* sums) {
+    const Rows<T> columns = {value.data + first, value.stride, keys};
+    weighted_sums<kRound>(share, columns, count, none, Product(), [&](int c, C sum) { sums[c] = sum; });
+  };
+  const auto weigh = [&, own = own](C(&factor)[kMostBlocks]) {
+    const SoftmaxPart<C> all = join(end, factor);
+    const auto of = [&](unsigned block) { return *of_another(&end, block); };
+    if (a.statistics.data && threadIdx.x + blockIdx.y == 0)
+      put_statistics(a, tile, 0, all.top, all.mass, described<C>(gridDim.y, of));
+    finish_row(a, tile, 0, own, all.top, all.mass, threadIdx.x + blockIdx.y * kThreads,
+               kThreads * gridDim.y);
+    for (C& x : factor) x *= all.share();
+  };
+  add_up_blocks<C>(a.Dv, sum_values, weigh,
+                   [&](int64_t c, C total) { put_context<T>(a, added, tile, c, total); });
 }
 
 // Join up to kJoined parts of each row. If there are more, each block in y joins kJoined of them
 // and stores the result in `joined`.
 template <class T>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 4 : 6)
     combine(const Forward a, const View added, const View parts, int64_t count, const View joined) {
   using C = typename Accumulate<T>::type;
   __shared__ C share[kJoined];
@@ -221,8 +263,9 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
   for (int x = 0; x < kJoined / 32; ++x) {
     const int i = lane + 32 * x;
+    top[x] = i < mine ? part(i)->top : C(0);
     mass[x] = i < mine ? part(i)->mass : C(0);
-    top[x] = mass[x] == 0 ? C(-INFINITY) : part(i)->top;
+    if (mass[x] == 0) top[x] = -INFINITY;
   }
   SoftmaxPart<C> all = {of_warp<Max>(fmax(top[0], top[1])), 0, {}};
   if (all.top == -INFINITY) all.top = 0;
@@ -235,12 +278,12 @@ __global__ void __launch_bounds__(kThreads)
   all.mass = of_warp<Add>(all.mass);
   __syncthreads();
   C* const out = joined.data ? at<C>(joined, tile, tile.row * gridDim.y + blockIdx.y) : nullptr;
-  for (int64_t c = threadIdx.x; c < a.Dv; c += kThreads) {
-    const auto product = [](C p, C x) { return p * x; };
-    const C sum = sum_column(share, columns + c, parts.row, mine, product);
+  const Rows<C> rows = {columns, parts.row, mine};
+  const C* const none = nullptr;
+  weighted_sums<kFewRows>(share, rows, a.Dv, none, Product(), [&](int c, C sum) {
     if (out) out[c] = sum;
     else put_context<T>(a, added, tile, c, sum * all.share());
-  }
+  });
   if (a.statistics.data && threadIdx.x == 0)
     all.row = described<C>(mine, [&](int64_t i) { return *part(i); });
   if (out) {
@@ -283,7 +326,9 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : 3) step_backwar
   if (threadIdx.x == 0) product = sum;
   wait_for_blocks();  // and every warp has read x
   C mean = 0;
-  for (unsigned block = 0; block < gridDim.y; ++block) mean += *of_another(&product, block);
+#pragma unroll
+  for (unsigned block = 0; block < kMostBlocks; ++block)
+    if (block < gridDim.y) mean += *of_another(&product, block);
   const C extra = a.grad_log_sum_exp.data ? *at<C>(a.grad_log_sum_exp, tile, 0) : 0;
   C* grad_score = at<C>(a.grad_score, tile, 0);
   if (const int j = lane + 32 * warp; warp < 2) {
@@ -296,22 +341,22 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : 3) step_backwar
   __syncthreads();
 
   const T *q = at<T>(a.query, tile, 0), *w = S == Score::dot ? nullptr : at<T>(a.score_vector, tile, 0);
-  const auto gradient = [&, from = from, keys = keys](int64_t c) {
-    const C q0 = widen(q[c]);
-    const auto term = [&](C g, C k) {
-      if constexpr (S == Score::dot) {
-        return g * k;
-      } else if constexpr (S == Score::tanh) {
-        const C t = tanh(q0 + k);
-        return g * (1 - t * t);
-      } else {
-        return times_slope<S, C>(g, activation<S, C>(q0 + k));
-      }
-    };
-    const C sum = sum_column(share, at<T>(a.key, tile, from) + c, a.key.row, keys, term);
-    return S == Score::dot ? sum : sum * widen(w[c]);
+  const auto term = [](C g, C k, C q) {
+    if constexpr (S == Score::dot) {
+      return g * k;
+    } else if constexpr (S == Score::tanh) {
+      const C t = tanh(q + k);
+      return g * (1 - t * t);
+    } else {
+      return times_slope<S, C>(g, activation<S, C>(q + k));
+    }
   };
-  add_up_blocks<C>(a.A, gradient, [&](int64_t c, C total) {
+  const auto sum_keys = [&, from = from, keys = keys](int64_t first, int count, C* sums) {
+    const Rows<T> key = {at<T>(a.key, tile, from) + first, a.key.row, keys};
+    weighted_sums<kFewRows>(share, key, count, q + first, term, [&](int c, C sum) { sums[c] = sum; });
+  };
+  add_up_blocks<C>(a.A, sum_keys, Unweighted(), [&](int64_t c, C total) {
+    if (S != Score::dot) total *= widen(w[c]);
     narrow(C(a.scale) * total, at<T>(a.grad_query, tile, 0)[c]);
   });
 }
