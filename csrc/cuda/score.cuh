@@ -111,18 +111,23 @@ __device__ void factor_rows(const Problem& a, const Factored& out, int block) {
   const int64_t width = out.key.row;
   const Rows<T> rows = {at<T>(from, tile, tile.row), from.row,
                         up_to(kQueries, (keys ? keys_seen(a, tile.b) : a.Tq) - tile.row)};
+  if (rows.count <= 0) return;
   const bool fours = aligned(rows);
   float most[kRows] = {};
   for (int64_t first = 0; first < width; first += 128) {
     const int64_t c = first + 4 * lane;
     float w[4], total, x[kRows][4];
-    load(at<T>(a.score_vector, tile, 0) + c, false, a.A - c, w);
+    if (!keys) load(at<T>(a.score_vector, tile, 0) + c, false, a.A - c, w);
+    const auto load_rows = [&](auto whole) {  // past the last row, the last again
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      const int row = warp * kRows + r;
-      load(rows.data + row * rows.stride + c, fours, row < rows.count ? a.A - c : 0, x[r]);
-    }
-    divide_by_second(w, total);
+      for (int r = 0; r < kRows; ++r) {
+        const int row = min(warp * kRows + r, rows.count - 1);
+        load(rows.data + row * rows.stride + c, whole.value, whole.value ? 4 : a.A - c, x[r]);
+      }
+    };
+    if (fours && c + 4 <= a.A) load_rows(std::true_type{});
+    else load_rows(std::false_type{});
+    if (!keys) divide_by_second(w, total);
     if (c >= width) break;
     if (!keys && tile.b == 0 && tile.part == 0 && warp == 0) {
       float* weights = at<float>(out.score_vector, tile, 0);
@@ -141,10 +146,12 @@ __device__ void factor_rows(const Problem& a, const Factored& out, int block) {
       for (int i = 0; i < 4; ++i) {
         near.x[i] = x[r][i];
         most[r] = fmax(most[r], fabs(x[r][i]));  // ignores NaN
-        e.x[i] = fabs(x[r][i]) <= kFactoredEachLimit ? expf(2 * x[r][i]) : NAN;
+        const float finite = fabs(x[r][i]) <= kFactoredEachLimit ? x[r][i] : NAN;
+        e.x[i] = expf(2 * finite);  // also if NaN: a branch would cost more
         if (!keys && i % 2) e.x[i] *= w[i];
       }
-      auto* const place = reinterpret_cast<Quad<float>*>(at<float>(to, tile, tile.row + row) + c);
+      // offsets in fours, because the compiler divides a store whose alignment it cannot derive
+      auto* const place = reinterpret_cast<Quad<float>*>(at<float>(to, tile, tile.row + row)) + c / 4;
       *place = e;
       if (most[r] <= kSmallTanhLimit) place[a.B * to.batch / 4] = near;
     }
