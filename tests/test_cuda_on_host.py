@@ -363,6 +363,78 @@ def test_recurrent_fuzz(recurrent):
     test_recurrent.test_fuzz(5, recurrent)
 
 
+#: Multiprocessors, and bytes of shared memory of a block: for all; for fewer sequences at a time, so
+#: that no block keeps keys; for no weights.
+AT_ONCE = {"all": (7, 1 << 20), "few blocks": (2, 1 << 20), "weights outside": (5, 82_200)}
+
+
+@pytest.fixture(params=AT_ONCE)
+def at_once(request, library):
+    """Let the blocks of one launch run all steps."""
+    library.set_multiprocessors(*AT_ONCE[request.param])
+    yield request.param
+    library.set_multiprocessors(0, 0)
+
+
+#: More features than are staged at a time; more outputs than a tile has, in forward and backward.
+WIDE_LAYERS = [
+    test_recurrent.Case("gru", "attend_first", "tanh", 3, 3, 5, 9, 7, 13, 600, terms=("projection",)),
+    test_recurrent.Case("lstm", "input_feeding", "dot", 33, 2, 5, 20, 7, 40, 12, 150,
+                        terms=("projection", "feed", "biases")),
+]  # fmt: skip
+LAYERS_AT_ONCE = [
+    x
+    for x in [*SMALL_LAYERS, *WIDE_LAYERS]
+    if x.dtype == torch.float32 and x.recurrence and x.B * x.T
+]
+
+
+@pytest.mark.parametrize("case", LAYERS_AT_ONCE, ids=str)
+def test_all_steps_at_once(case, recurrent, at_once):
+    if at_once != "all" and case not in LAYERS_AT_ONCE[::6] and case not in WIDE_LAYERS:
+        pytest.skip("the first number of blocks has all cases")
+    test_recurrent.judge(case, recurrent)
+
+
+@pytest.mark.parametrize("score", ["dot", "tanh"])
+@pytest.mark.parametrize("recurrence", test_recurrent.RECURRENCES)
+def test_launches_of_all_steps_at_once(recurrence, score, recurrent, at_once, library):
+    counts = []
+    for T in (2, 7):
+        case = test_recurrent.Case("lstm", recurrence, score, T=T, terms=("lengths", "projection"))
+        args = test_recurrent.call(case)
+        library.take_launches()
+        made = test_recurrent.RECURRENT(recurrent, args)
+        counts.append([library.take_launches()])
+        given = test_recurrent.backward_of(args, made)._replace(grad_contexts=None)
+        test_recurrent.RECURRENT.backward(recurrent, given)
+        counts[-1].append(library.take_launches())
+    assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("change", [{"B": 129}, {"dtype": torch.float64}, {"Tk": 530, "T": 140}])
+def test_what_runs_step_by_step(change, recurrent, library):
+    library.set_multiprocessors(1, 1 << 20)
+    sizes = {"B": 3, "T": 2, **change}
+    case = test_recurrent.Case("gru", "attend_first", "dot", terms=("projection",), **sizes)
+    library.take_launches()
+    test_recurrent.RECURRENT(recurrent, test_recurrent.call(case))
+    library.set_multiprocessors(0, 0)
+    assert library.take_launches() > 3 * sizes["T"]
+
+
+def test_the_same_bits_at_once(recurrent, library):
+    library.set_multiprocessors(*AT_ONCE["all"])
+    case = test_recurrent.Case("gru", "input_feeding", "tanh", 2, 5, terms=EVERYTHING)
+    args = test_recurrent.call(case)
+    made = [test_recurrent.RECURRENT(recurrent, args) for _ in range(2)]
+    given = test_recurrent.backward_of(args, made[0])
+    grads = [test_recurrent.RECURRENT.backward(recurrent, given) for _ in range(2)]
+    library.set_multiprocessors(0, 0)
+    for x, y in zip([*made[0], *grads[0]], [*made[1], *grads[1]]):
+        assert torch.equal(x, y)
+
+
 @pytest.mark.parametrize("recurrence", test_recurrent.RECURRENCES)
 def test_what_the_recurrent_layer_owes(recurrence, recurrent):
     """The properties that test_recurrent.py asks of every backend, by name."""

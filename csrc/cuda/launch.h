@@ -65,6 +65,42 @@ class Launch {
     start(kernel, x, y, y, args...);
   }
 
+  // Return the number of blocks that run at once, one on each multiprocessor, if one of so many takes
+  // shared(blocks) bytes of dynamic shared memory; 0 if the device cannot.
+  template <class Shared, class... Args>
+  int blocks_at_once(void (*kernel)(Args...), int threads, const Shared& bytes) const {
+    int cooperative = 0, most = 0, processors = 0, blocks = 0;
+    const auto ask = [&](int& answer, cudaDeviceAttr what) {
+      check(cudaDeviceGetAttribute(&answer, what, device.index()));
+    };
+    ask(cooperative, cudaDevAttrCooperativeLaunch);
+    ask(most, cudaDevAttrMaxSharedMemoryPerBlockOptin);
+    ask(processors, cudaDevAttrMultiProcessorCount);
+    const int64_t shared = bytes(processors);
+    if (!cooperative || shared > most) return 0;
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared));
+    check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, threads, shared));
+    return blocks ? processors : 0;
+  }
+
+  // Launch blocks that wait for each other; see blocks_at_once.
+  template <class... Args>
+  void at_once(void (*kernel)(Args...), int blocks, int threads, int64_t shared,
+               const Args&... args) const {
+    cudaLaunchAttribute cooperative{};
+    cooperative.id = cudaLaunchAttributeCooperative;
+    cooperative.val.cooperative = 1;
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(blocks);
+    config.blockDim = dim3(threads);
+    config.dynamicSmemBytes = shared;
+    config.stream = stream;
+    config.attrs = &cooperative;
+    config.numAttrs = 1;
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared));
+    check(cudaLaunchKernelEx(&config, kernel, args...));
+  }
+
   // Return the number of blocks of the largest cluster, up to kMostBlocks: 1 if the device has
   // none, or runs code built for one that has none.
   template <class... Args>

@@ -51,19 +51,34 @@ struct CellStep {
   Rows2 state, cell, gates, seen;   // out; seen [B, 2 H]: the state, and the state times the mask
 };
 
+// The inputs of a unit.
+template <class C>
+struct UnitInputs {
+  C of_input[kMostGates], state_products[kMostGates], state, cell;
+};
+
 template <class C, Cell K>
-__global__ void __launch_bounds__(kThreads) cell_step(const CellStep a) {
+__device__ UnitInputs<C> read_unit(const CellStep& a, int64_t b, int64_t i) {
+  UnitInputs<C> in = {};
+  for (int gate = 0; gate < KnownCell<K>::gates; ++gate) {
+    const int64_t unit = gate * a.H + i;
+    in.of_input[gate] = *at<C>(a.of_input, b, unit);
+    in.state_products[gate] = *at<C>(a.state_products, b, unit);
+  }
+  in.state = *at<C>(a.before, b, i);
+  in.cell = read<C>(a.cell_before, b, i);
+  return in;
+}
+
+template <class C, Cell K>
+__device__ void run_unit(const CellStep& a, int64_t b, int64_t i, const UnitInputs<C>& in) {
   using Known = KnownCell<K>;
-  const OwnUnit own(a.H);
-  if (!own.exists) return;
-  const int64_t b = own.b, i = own.i;
   C sums[kMostGates] = {};
   for (int gate = 0; gate < Known::gates; ++gate) {
-    const int64_t unit = gate * a.H + i;
-    sums[gate] = *at<C>(a.of_input, b, unit) + read<C>(a.bias_ih, 0, unit);
-    sums[sum_index(K, gate)] += *at<C>(a.state_products, b, unit);
+    sums[gate] = in.of_input[gate] + read<C>(a.bias_ih, 0, gate * a.H + i);
+    sums[sum_index(K, gate)] += in.state_products[gate];
   }
-  Unit<C> u = cell_forward<K, C, Math, C>(sums, *at<C>(a.before, b, i), read<C>(a.cell_before, b, i));
+  Unit<C> u = cell_forward<K, C, Math, C>(sums, in.state, in.cell);
   if (a.target_lengths && a.t >= a.target_lengths[b]) u = Unit<C>{};
   *at<C>(a.state, b, i) = u.state;
   if constexpr (K == Cell::lstm) *at<C>(a.cell, b, i) = u.cell;
@@ -71,6 +86,12 @@ __global__ void __launch_bounds__(kThreads) cell_step(const CellStep a) {
   if (!a.seen.data) return;
   *at<C>(a.seen, b, i) = u.state;
   *at<C>(a.seen, b, a.H + i) = u.state * *at<C>(a.mask, b, i);
+}
+
+template <class C, Cell K>
+__global__ void __launch_bounds__(kThreads) cell_step(const CellStep a) {
+  const OwnUnit own(a.H);
+  if (own.exists) run_unit<C, K>(a, own.b, own.i, read_unit<C, K>(a, own.b, own.i));
 }
 
 // The gradients that reach a state from other steps and its query.
@@ -95,14 +116,10 @@ struct CellStepBackward {
   Rows2 of_input, state_products;  // out, the gradients of the sums
 };
 
+// Run the backward of a unit, whose state's gradient from other steps is g.
 template <class C, Cell K>
-__global__ void __launch_bounds__(kThreads) cell_step_backward(const CellStepBackward a) {
+__device__ void run_unit_backward(const CellStepBackward& a, int64_t b, int64_t i, C g) {
   using Known = KnownCell<K>;
-  const OwnUnit own(a.H);
-  if (!own.exists) return;
-  const int64_t b = own.b, i = own.i;
-  const C g = a.reaching.sum<C>(b, i, a.H);
-  if (a.reaching.mask.data) *at<C>(a.reaching.carried, b, a.H + i) = 0;
   Unit<C> u = {};
   if (a.target_lengths && a.t >= a.target_lengths[b]) {  // padding: pass the gradient through
     u.state = g;
@@ -121,6 +138,15 @@ __global__ void __launch_bounds__(kThreads) cell_step_backward(const CellStepBac
     *at<C>(a.of_input, b, gate * a.H + i) = u.gates[gate];
     *at<C>(a.state_products, b, gate * a.H + i) = u.gates[sum_index(K, gate)];
   }
+}
+
+template <class C, Cell K>
+__global__ void __launch_bounds__(kThreads) cell_step_backward(const CellStepBackward a) {
+  const OwnUnit own(a.H);
+  if (!own.exists) return;
+  const C g = a.reaching.sum<C>(own.b, own.i, a.H);
+  if (a.reaching.mask.data) *at<C>(a.reaching.carried, own.b, a.H + own.i) = 0;
+  run_unit_backward<C, K>(a, own.b, own.i, g);
 }
 
 // Compute the gradient of the state before the first step; `out` may alias one of its terms.

@@ -9,6 +9,8 @@
 // multiplied (`seen`) hold the state twice, as it is and times the mask.
 #pragma once
 #include "../launch_recurrent.h"
+#include "persistent_backward.cuh"
+#include "persistent_forward.cuh"
 #include "recurrent.cuh"
 
 namespace attnfast {
@@ -68,6 +70,7 @@ void scale(const Tensor& x, const Tensor& factor) {
   torch::stable::detail::to<Tensor>(stack[0]);
 }
 
+const float* floats(const Tensor& x) { return static_cast<const float*>(data_or_sentinel(x)); }
 Rows2 matrix_rows(const Tensor& x) { return {data_or_sentinel(x), x.stride(0)}; }
 
 // ---- the parameters that multiply a state -------------------------------------------------------
@@ -202,6 +205,61 @@ Optional project_values(const Loop& loop, const Layer& a, const Optional& value,
   return out;
 }
 
+// ---- all steps in one launch --------------------------------------------------------------------
+
+template <class Layer>
+PersistentLayer persistent_layer(const Layer& a, const StateParameters& of, const Tensor& state_products) {
+  PersistentLayer call{};
+  call.cell = a.cell;
+  call.attends_first = a.attends_first;
+  call.B = a.B;
+  call.T = a.T;
+  call.H = a.H;
+  call.F = a.F;
+  call.gates = gates_of(a.cell);
+  call.state_rows = of.all;
+  call.first_gate = of.gates;
+  call.first_output = of.output;
+  call.state_products = view(state_products);
+  return call;
+}
+
+// Return true if the kernels of all steps compute such a layer.
+template <class Layer>
+bool runs_at_once(const Layer& a) {
+  return a.attends && a.dtype == Dtype::f32 && a.T && 0 < a.B && a.B <= kMostSequences;
+}
+
+// Run `kernel` if its blocks fit on the device; return true if so. As much as fits stays in shared
+// memory: weights and keys and values, or weights, or neither. `part` is the size of a sequence's part,
+// and fits(blocks) is true if so many blocks can do it.
+template <class Loop, class Call, class Fits>
+bool launch_at_once(const Loop& loop, Call& call, void (*kernel)(Call), int64_t part, const Fits& fits) {
+  const Problem& attends = call.attends;
+  bool has_weights = true;
+  const auto bytes = [&](int blocks) {
+    const int64_t most = std::clamp<int64_t>(attends.Tk / 4, 1, kMostParts);
+    call.parts_of_row = std::clamp<int64_t>(blocks / attends.B, 1, most);
+    call.set_groups(blocks);
+    return call.sizes(blocks).bytes(has_weights);
+  };
+  const auto blocks_with = [&](bool weights, bool memory) {
+    has_weights = weights;
+    call.keeps_memory = memory;
+    return loop.launch.blocks_at_once(kernel, kLoopThreads, bytes);
+  };
+  int blocks = attends.key_bounds.data ? 0 : blocks_with(true, true);
+  if (blocks < attends.B) blocks = blocks_with(true, false);
+  if (!blocks) blocks = blocks_with(false, false);
+  if (!blocks || !fits(blocks) || tiles(attends.Tk, call.parts_of_row) > kLoopKeys) return false;
+  const auto room = [&](int64_t numbers) { return loop.launch.template scratch<float>(numbers); };
+  if (!has_weights) call.weights = room(int64_t{4} * blocks * call.sizes(blocks).weights());
+  call.parts = {room(attends.B * call.parts_of_row * part), call.parts_of_row * part, 0, part};
+  call.arrivals = loop.launch.zeros(kArrival * (attends.B + blocks + 1));
+  loop.launch.at_once(kernel, blocks, kLoopThreads, bytes(blocks), call);
+  return true;
+}
+
 // ---- forward ------------------------------------------------------------------------------------
 
 // The buffers of a forward, and the phases of a step.
@@ -233,7 +291,6 @@ class ForwardLoop {
         state_products(loop.room({a.T + 1, of.all})), log_sum_exp(loop.room({a.T, 1})) {
     multiply(strided(sums, {a.B * a.T, gates}, {sums.stride(1), 1}, 0), matrix(packed(given.input)),
              turned(block(weight_ih, 0, gates, 0, a.E)), false);
-    copy(of.bias, state_products);
     if (mask) {
       seen = loop.room({2 * H});
       copy(hidden, block(*seen, 0, a.B, 0, H));
@@ -244,7 +301,17 @@ class ForwardLoop {
   }
 
   RecurrentOutputs run() {
+    if (!run_at_once()) run_steps();
+    if (projected) multiply_weights();
+    if (a.queries.data) copy_queries();
+    for (const Tensor& x : {made.contexts, made.weights, made.queries, made.attentional}) loop.clear(a, x);
+    return made;
+  }
+
+ private:
+  void run_steps() {
     const bool asks_last = a.attends && !a.attends_first;
+    copy(of.bias, state_products);
     if (a.T) multiply_state(0);
     for (int64_t t = 0; t < a.T; ++t) {
       if (a.attends && a.attends_first) attend(t, t);
@@ -256,13 +323,41 @@ class ForwardLoop {
       if (asks_last || t + 1 < a.T) multiply_state(t + 1);
       if (asks_last) attend(t, t + 1);
     }
-    if (projected) multiply_weights();
-    if (a.queries.data) copy_queries();
-    for (const Tensor& x : {made.contexts, made.weights, made.queries, made.attentional}) loop.clear(a, x);
-    return made;
   }
 
- private:
+  // Run all steps in one launch, if the weights and the parts fit; return true if so.
+  bool run_at_once() {
+    if (!runs_at_once(a) || (of_context && !projected)) return false;
+    const Optional feed = loop.side_by_side(given.feed);
+    PersistentForward call{persistent_layer(a, of, state_products)};
+    call.attends = attends;
+    call.added = of_context ? loop.view_at(state_products, 1, of.output) : View{};
+    call.fed_weight = {floats(of_fed), weight_ih.stride(0), int(a.F)};
+    call.state_weight = {floats(of.weight), of.weight.stride(0), int(of.copies * H)};
+    call.state_bias = floats(of.bias);
+    call.input_sums = view(sums);
+    call.states = view(made.states);
+    call.cells = cell ? view(made.cells) : View{};
+    call.saved_gates = saved_of(a.cell) ? view(made.gates) : View{};
+    call.fed = view(of_context ? made.attentional : made.contexts);
+    call.hidden = matrix_rows(hidden);
+    call.first_cell = loop.at(cell);
+    call.feed = loop.at(feed);
+    call.bias_ih = {a.bias_ih.data, 0};
+    call.mask = loop.at(mask);
+    call.seen = loop.at(seen);
+    call.target_lengths = a.target_lengths;
+    Forward& now = call.attends;
+    now.Tq = a.T;
+    now.query = given.weight_query ? view(state_products) : View{};
+    now.weights = view(made.weights);
+    now.context = call.fed;
+    if (projected) now.value = view(*projected), now.Dv = a.F;
+    const int64_t part = now.Dv + int64_t{sizeof(SoftmaxPart<float>) / sizeof(float)};
+    return launch_at_once(loop, call, persistent_forward, part, [&](int blocks) {
+      return tiles(H, blocks) <= kLoopWarps && tiles(of.all, blocks) <= kLoopWarps * kTileOutputs;
+    });
+  }
   // Fill row t of `state_products`.
   void multiply_state(int64_t t) {
     const Tensor state = seen ? *seen : t ? step(made.states, t - 1, 0, H) : hidden;
@@ -414,18 +509,7 @@ class BackwardLoop {
   }
 
   RecurrentGradients run() {
-    const bool asks_last = a.attends && !a.attends_first;
-    for (int64_t t = a.T - 1; t >= 0; --t) {
-      if (of_context) feed_backward(t);
-      if (asks_last) attend_backward(t, t + 1);
-      if (asks_last || t + 1 < a.T) multiply_gradients(t + 1);
-      run_cell_backward(t);
-      const Tensor from = step(of_inputs, t, 0, gates);
-      const int64_t to = a.attends_first ? t : t - 1;
-      if (a.attends && to >= 0) multiply(step(grad_fed, to, 0, a.F), from, of_fed, true);
-      else if (given.feed) multiply(grads.grad_feed, from, of_fed, false);
-      if (a.attends && a.attends_first) attend_backward(t, t);
-    }
+    if (!run_at_once()) run_steps();
     if (a.T) multiply_gradients(0);
     write_initial_grads();
     Optional of_output;  // gradients of the sums of attentional vectors
@@ -452,6 +536,65 @@ class BackwardLoop {
   }
 
  private:
+  void run_steps() {
+    const bool asks_last = a.attends && !a.attends_first;
+    for (int64_t t = a.T - 1; t >= 0; --t) {
+      if (of_context) feed_backward(t);
+      if (asks_last) attend_backward(t, t + 1);
+      if (asks_last || t + 1 < a.T) multiply_gradients(t + 1);
+      run_cell_backward(t);
+      const Tensor from = step(of_inputs, t, 0, gates);
+      const int64_t to = a.attends_first ? t : t - 1;
+      if (a.attends && to >= 0) multiply(step(grad_fed, to, 0, a.F), from, of_fed, true);
+      else if (given.feed) multiply(grads.grad_feed, from, of_fed, false);
+      if (a.attends && a.attends_first) attend_backward(t, t);
+    }
+  }
+
+  // Run all steps in one launch; return true if so.
+  bool run_at_once() {
+    if (!runs_at_once(a) || (of_context && !projected)) return false;
+    PersistentBackward call{persistent_layer(a, of, state_products)};
+    call.attends = attends;
+    call.attends.Tq = a.T;
+    call.attends.query = view(queries);
+    call.attends.weights = view(weights);
+    call.attends.grad_context = view(grad_contexts);
+    call.attends.grad_score = view(grad_score);
+    if (grad_weights) call.attends.grad_weights = view(*grad_weights);
+    if (projected) {
+      call.attends.value = view(*projected);
+      call.attends.Dv = a.F;
+      call.attends.grad_context = loop.view_at(state_products, 1, of.output);
+    }
+    call.grad_query = given.weight_query ? view(state_products) : view(grad_query);
+    if (!given.weight_query) call.grad_query.row = 0;
+    call.fed_weight = {floats(of_fed), of_fed.stride(0), int(gates)};
+    call.state_weight = {floats(of.weight), of.weight.stride(0), int(of.all)};
+    call.copies = of.copies;
+    call.grad_states = view(grad_states);
+    call.grad_cells_given = lstm && grad_cells ? view(*grad_cells) : View{};
+    call.saved_gates = saved_of(a.cell) ? view(saved_gates) : View{};
+    call.states = view(states);
+    call.cells = lstm ? view(cells) : View{};
+    call.of_inputs = view(of_inputs);
+    call.grad_fed = view(grad_fed);
+    call.attentional = of_context ? view(attentional) : View{};
+    call.hidden = matrix_rows(hidden);
+    call.first_cell = loop.at(cell);
+    call.mask = loop.at(mask);
+    call.carried = matrix_rows(carried);
+    call.grad_cell = lstm ? matrix_rows(grads.grad_cell) : Rows2{};
+    call.grad_feed = given.feed ? matrix_rows(grads.grad_feed) : Rows2{};
+    call.target_lengths = a.target_lengths;
+    const int64_t outputs = std::max(of.copies * H, a.F);
+    call.partial = loop.launch.template scratch<float>(kMostSplit * outputs * a.B);
+    const int64_t part = 2 * a.A + int64_t{sizeof(QueryPart) / sizeof(float)};
+    return launch_at_once(loop, call, persistent_backward, part, [&](int) {
+      return std::max(call.units() * call.copies, call.fed_outputs()) <= kLoopWarps * kTileOutputs;
+    });
+  }
+
   Tensor returned(const Optional& grad, bool wanted, int64_t columns) const {
     const Tensor out = loop.room({wanted ? a.T : 0, columns});
     if (grad && wanted) copy(*grad, out);

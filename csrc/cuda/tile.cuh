@@ -13,6 +13,11 @@
 namespace attnfast {
 namespace {
 
+// The shared memory whose size the launch chooses; the tests' stand-in for CUDA's headers has its own.
+#ifndef ATTNFAST_DYNAMIC_SHARED
+#define ATTNFAST_DYNAMIC_SHARED(type, name) extern __shared__ type name[]
+#endif
+
 constexpr int kWarps = 4, kThreads = 32 * kWarps;
 constexpr unsigned kAll = 0xffffffff;  // lanes
 constexpr int kMostBlocks = 8;         // of a cluster
@@ -54,6 +59,21 @@ __device__ C small_tanh(C x) {
   const C u = x * x;
   const C p = (C(0.0015847615) * u - C(0.0074095660)) * u + C(0.0213029957);
   return x + x * u * (((p * u - C(0.0538523323)) * u + C(0.1333222102)) * u - C(0.3333329736));
+}
+
+// Add the product of matrices a [16, 8] and b [8, 8] to d, on tensor cores, from numbers of 11 bits;
+// the lanes of a warp hold them as mma.m16n8k8 has it.
+__device__ inline void multiply_add(float (&d)[4], const float (&a)[4], const float (&b)[2]) {
+#if defined(__CUDACC__)
+  const auto bits = [](float x) { return __float_as_uint(x); };
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+      "{%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(bits(a[0])), "r"(bits(a[1])), "r"(bits(a[2])), "r"(bits(a[3])), "r"(bits(b[0])),
+        "r"(bits(b[1])));
+#else
+  multiply_add_on_host(d, a, b);
+#endif
 }
 
 struct Add {

@@ -62,6 +62,16 @@ inline __nv_bfloat16 __float2bfloat16_rn(float x) {
   if (x != x) return {0x7fc0};
   return {static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16)};
 }
+inline int __float_as_int(float x) {
+  int bits;
+  memcpy(&bits, &x, sizeof bits);
+  return bits;
+}
+inline float __int_as_float(int bits) {
+  float x;
+  memcpy(&x, &bits, sizeof x);
+  return x;
+}
 inline float __fdividef(float a, float b) { return a / b; }
 
 // ---- threads that wait for each other -----------------------------------------------------------
@@ -76,7 +86,7 @@ struct Fiber {
   bool runs;
   unsigned turn;  // of its votes
 };
-constexpr unsigned kMostThreads = 256;
+constexpr unsigned kMostThreads = 512;
 inline thread_local Fiber fibers[kMostThreads + 1];  // the last is the one that launches
 inline thread_local unsigned running;
 
@@ -115,6 +125,7 @@ struct Barrier {
 struct Warp {
   Barrier barrier{32};
   double values[32];
+  float a[16][8], b[8][8];  // matrices
 };
 struct Block {
   explicit Block(unsigned threads) : barrier{threads}, warps(threads / 32) {}
@@ -195,11 +206,44 @@ inline unsigned __ballot_sync(unsigned, bool vote) {
   __syncwarp();
   return lanes;
 }
+// mma.m16n8k8 of tf32: lane l has rows l / 4 and l / 4 + 8 of a, in columns l % 4 and l % 4 + 4; column
+// l / 4 of b in these rows; and of d these rows in columns 2 (l % 4) and 2 (l % 4) + 1. The sum is rounded
+// towards 0.
+inline void multiply_add_on_host(float (&d)[4], const float (&a)[4], const float (&b)[2]) {
+  const unsigned lane = threadIdx.x % 32, row = lane / 4, column = lane % 4;
+  float (&of_a)[16][8] = warp().a, (&of_b)[8][8] = warp().b;
+  const auto narrow = [](float x) { return __int_as_float(__float_as_int(x) & ~0x1fff); };
+  for (int i = 0; i < 4; ++i) of_a[row + i % 2 * 8][column + i / 2 * 4] = narrow(a[i]);
+  for (int i = 0; i < 2; ++i) of_b[column + 4 * i][row] = narrow(b[i]);
+  __syncwarp();
+  for (int i = 0; i < 4; ++i) {
+    double sum = d[i];
+    for (int k = 0; k < 8; ++k) sum += double{of_a[row + i / 2 * 8][k]} * of_b[k][2 * column + i % 2];
+    d[i] = float(sum);
+    if (fabs(double{d[i]}) > fabs(sum)) d[i] = nextafterf(d[i], 0);
+  }
+  __syncwarp();
+}
+
 inline int __ffs(int x) { return __builtin_ffs(x); }
 inline int __clz(int x) { return x ? __builtin_clz(x) : 32; }
 
+inline void free_fibers() {
+  for (Fiber& fiber : fibers) {
+    if (!fiber.stack) continue;
+    free(fiber.stack);
+    __tsan_destroy_fiber(fiber.tsan);
+  }
+}
+
 inline int most_together = 8;  // blocks of a cluster; without any, 1
 inline int places = 8;         // blocks that run at once
+// Of which each runs a block of a launch at once, and the dynamic shared memory that a block may have.
+inline int multiprocessors = 0, shared_memory = 0;
+// The dynamic shared memory of a block.
+inline thread_local std::vector<double> dynamic_shared;
+#define ATTNFAST_DYNAMIC_SHARED(type, name) \
+  type* const name = reinterpret_cast<type*>(dynamic_shared.data())
 inline int launches = 0;
 
 template <unsigned threads>
@@ -276,11 +320,30 @@ struct LaunchOnHost {
         shared.shared[rank] = &own_shared;
         shared.barrier.arrive_and_wait();  // all know where
         run_blocks(kernel, grid, rank, rank + 1, args...);
-        for (Fiber& fiber : fibers) {
-          if (!fiber.stack) continue;
-          free(fiber.stack);
-          __tsan_destroy_fiber(fiber.tsan);
-        }
+        free_fibers();
+      });
+  }
+
+  template <class Shared, class... Args>
+  int blocks_at_once(void (*)(Args...), int, const Shared& bytes) const {
+    return multiprocessors && bytes(multiprocessors) <= shared_memory ? multiprocessors : 0;
+  }
+
+  template <class... Args>
+  void at_once(void (*kernel)(Args...), int blocks, int many_threads, int64_t shared,
+               const Args&... args) const {
+    ++launches;
+    if (many_threads != kMostThreads) abort();
+    std::vector<std::jthread> running;
+    for (int rank = 0; rank < blocks; ++rank)
+      running.emplace_back([&, rank] {
+        dynamic_shared.assign(shared / sizeof(double), NAN);
+        LaunchOnHost<kMostThreads>::launch([&] {
+          if (threadIdx.x == 0) blockIdx = {unsigned(rank), 0}, gridDim = {unsigned(blocks), 1};
+          __syncthreads();
+          kernel(args...);
+        });
+        free_fibers();
       });
   }
 

@@ -86,5 +86,8 @@ STABLE_TORCH_LIBRARY_IMPL(attnfast_cuda, CPU, m) {
 // For the tests: how many blocks a cluster may have, how many run at once, and how many kernels ran since
 // the last question.
 extern "C" void set_most_together(int blocks) { most_together = blocks; }
+extern "C" void set_multiprocessors(int blocks, int bytes) {
+  multiprocessors = blocks, shared_memory = bytes;
+}
 extern "C" void set_places(int blocks) { places = blocks; }
 extern "C" int take_launches() { return std::exchange(launches, 0); }

@@ -1,0 +1,319 @@
+// The backward of a recurrent layer with attention in one launch, from the last step to the first.
+// Between two waits
+//   attention: as in the forward; the blocks of a sequence exchange their parts once;
+//   state: the products of state_products with the transposed parameters, then the cell's backward;
+//   fed: the products of the gates' gradients with the transposed columns of weight_ih for the fed vector.
+// These products have many inputs and few outputs, so the blocks of a group divide the inputs of the
+// group's outputs, and after a wait of the group they divide the outputs.
+#pragma once
+#include "persistent.cuh"
+
+namespace attnfast {
+namespace {
+
+constexpr int kMostSplit = kUnderWay;  // blocks of a group
+
+// The mean of grad_context . v_j + grad_weights_j over all keys needs all blocks of a sequence, so a
+// part has sums of which the mean is subtracted afterwards: with x_j as above and their mean m over the
+// keys of the part,
+//   grad_query = scale w sum_parts (around + (m - mean) slopes),
+//   around = sum_j P_j (x_j - m) s_j,  slopes = sum_j P_j s_j,  s_j = tanh'(q + k_j), or k_j for a dot score.
+struct QueryPart {
+  float product, mean;  // sum_j P_j x_j, and m
+};
+
+struct PersistentBackward : PersistentLayer {
+  Backward attends;  // its rows are the steps
+  View grad_query;   // a row of state_products, or the buffer of a query that is the state
+  // Transposed: a row for each input, and `inputs` is their number.
+  LoopWeight fed_weight, state_weight;
+  int copies, groups, blocks_of_group;  // copies of a state in a row: see StateParameters
+  float* partial;                       // [blocks of a group, outputs, B]
+  View grad_states, grad_cells_given, saved_gates, states, cells, of_inputs;
+  View grad_fed, attentional;  // attentional: absent if the contexts are fed
+  Rows2 hidden, first_cell, mask, carried, grad_cell, grad_feed;
+  const int64_t* target_lengths;
+
+  __host__ __device__ void set_groups(int blocks) {
+    blocks_of_group = min(blocks, kMostSplit);
+    groups = blocks / blocks_of_group;
+  }
+  // Return the number of inputs that a block takes of a group's outputs.
+  __host__ __device__ int slice(int inputs) const {
+    return 16 * share_of_block(fours_of(inputs) / 4, blocks_of_group);
+  }
+  __host__ __device__ int fed_outputs() const { return share_of_block(F, groups); }
+  __host__ __device__ int units() const { return share_of_block(H, groups); }
+  __host__ __device__ LoopSizes sizes(int) const {
+    return LoopSizes(*this, attends, fed_outputs(), slice(fed_weight.inputs), units() * copies,
+                     slice(state_weight.inputs));
+  }
+};
+
+// Copy columns of a transposed weight, as rows: column(i) is the index of the i-th.
+template <class Column>
+__device__ void keep_columns(const LoopWeight& w, int first, int inputs, int columns, Four* to,
+                             const Column& column) {
+  const int pitch = 4 * pitch_of(fours_of(inputs));
+  for (int k = threadIdx.x / 32; k < 4 * fours_of(inputs); k += kLoopWarps)
+    for (int i = threadIdx.x % 32; i < columns; i += 32)
+      to->x[i * pitch + k] = k < inputs ? w.data[(first + k) * w.row + column(i)] : 0;
+}
+
+// ---- products -----------------------------------------------------------------------------------
+
+// The outputs that a group computes, and the part of a block.
+struct GroupShare {
+  int group, part, first, count;  // outputs, or units
+};
+
+// Compute the products of rows x with a group's outputs; then use(row, unit, sum) is called once for
+// each of them, sum(copy) its sum. Output i of the group is column(i) of all columns, and the unit's
+// copies are column(unit + copy count). `waits` counts the group's waits.
+template <class Column, class Use>
+__device__ void multiply_split(const PersistentBackward& a, const LoopRoom& room, const GroupShare& share,
+                               const Four* weight, int copies, int stride, int inputs, const Rows2& x,
+                               unsigned& waits, const Column& column, const Use& use) {
+  if (share.group >= a.groups) return;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, parts = a.blocks_of_group;
+  const int slice = a.slice(inputs), first = share.part * slice;
+  const int outputs = share.count * copies, own = max(0, min(slice, inputs - first));
+  const Rows<float> rows = {static_cast<const float*>(x.data) + first, x.stride, a.B};
+  multiply(
+      room, weight, outputs, kTileOutputs, x.data ? own : 0, rows, [](int) { return 0; },
+      [&](int b0, int, const LoopSums& sums) {
+        for (int i = warp; b0 + lane < a.B && i < outputs; i += kLoopWarps)
+          a.partial[(int64_t{share.part} * stride + column(i)) * a.B + b0 + lane] = sums(i, lane);
+      });
+  wait_for_all(a.arrivals + kArrival * (1 + a.B + share.group), ++waits * parts);
+  const int each = share_of_block(share.count, parts), last = min((share.part + 1) * each, share.count);
+  const int first_unit = share.part * each, units = last - first_unit;
+  for (int i = threadIdx.x; i < units * a.B; i += kLoopThreads) {
+    const int b = i / units, unit = first_unit + i % units;
+    use(b, share.first + unit, [&](int copy) {
+      const float* from = a.partial + int64_t{column(unit + copy * share.count)} * a.B + b;
+      float of_part[kMostSplit], sum = 0;
+#pragma unroll
+      for (int n = 0; n < kMostSplit; ++n) of_part[n] = n < parts ? from[int64_t{n} * stride * a.B] : 0;
+#pragma unroll
+      for (int n = 0; n < kMostSplit; ++n) sum += of_part[n];
+      return sum;
+    });
+  }
+}
+
+// ---- the phases of a step -----------------------------------------------------------------------
+
+// Map row t + 1 of state_products to the gradient of the state after step t, and run the cell's backward.
+template <Cell K>
+__device__ void run_cells_backward(const PersistentBackward& a, const LoopRoom& room,
+                                   const GroupShare& share, int t, unsigned& waits) {
+  const Rows2 products = rows_of_step(a.state_products, t);
+  const CellStepBackward step = {a.B,
+                                 a.H,
+                                 t,
+                                 a.target_lengths,
+                                 rows_of_step(a.grad_states, t),
+                                 rows_of_step(a.grad_cells_given, t),
+                                 rows_of_step(a.saved_gates, t),
+                                 rows_of_step(a.states, t),
+                                 t ? rows_of_step(a.states, t - 1) : a.hidden,
+                                 rows_of_step(a.cells, t),
+                                 t ? rows_of_step(a.cells, t - 1) : a.first_cell,
+                                 {a.carried, a.mask, {}},
+                                 a.grad_cell,
+                                 rows_of_step(a.of_inputs, t),
+                                 {at<float>(products, 0, a.first_gate), products.stride}};
+  const bool is_state = a.grad_query.data && a.grad_query.row == 0;
+  multiply_split(
+      a, room, share, room.state_weight, a.copies, a.copies * a.H, a.state_rows,
+      rows_of_step(a.state_products, t + 1), waits,
+      [&](int i) { return i / share.count * a.H + share.first + i % share.count; },
+      [&](int b, int i, const auto& sum) {
+        float g = *at<float>(a.carried, b, i) + sum(0);
+        if (a.copies > 1) g += sum(1) * *at<float>(a.mask, b, i);
+        if (is_state) g += static_cast<const float*>(a.grad_query.data)[b * a.grad_query.batch + i];
+        run_unit_backward<float, K>(step, b, i, g);
+      });
+}
+
+// Store the gradient of the sum of an attentional vector's feature, given that of the feature.
+__device__ inline void put_attentional(const PersistentBackward& a, int t, int b, int f, float grad) {
+  const float x = *at<float>(rows_of_step(a.attentional, t), b, f);
+  *at<float>(rows_of_step(a.state_products, t + 1), b, a.first_output + f) = grad * (1 - x * x);
+}
+
+// Map the gradients of step t's gates to the vector that was fed.
+__device__ inline void multiply_fed(const PersistentBackward& a, const LoopRoom& room,
+                                    const GroupShare& share, int t, unsigned& waits) {
+  const int to = a.attends_first ? t : t - 1;
+  if (to < 0 && !a.grad_feed.data) return;
+  multiply_split(
+      a, room, share, room.fed_weight, 1, a.F, a.fed_weight.inputs, rows_of_step(a.of_inputs, t), waits,
+      [&](int i) { return share.first + i; },
+      [&](int b, int f, const auto& sum) {
+        if (to < 0) return void(*at<float>(a.grad_feed, b, f) = sum(0));
+        float* const grad = at<float>(rows_of_step(a.grad_fed, to), b, f);
+        const float all = *grad + sum(0);
+        *grad = all;
+        if (a.attentional.data) put_attentional(a, to, b, f, all);
+      });
+}
+
+// The sums of a column: see QueryPart.
+struct QuerySums {
+  float around, slopes;
+};
+
+// Return the sums of column c over a part's keys; `terms` are P_j (x_j - m).
+template <Score S>
+__device__ QuerySums sum_keys(const LoopRoom& room, const Rows<float>& key, float q, int c) {
+  float around = 0, slopes = 0;
+#pragma unroll 1
+  for (int j = 0; j < key.count; j += kUnderWay) {
+    float k[kUnderWay];
+#pragma unroll
+    for (int i = 0; i < kUnderWay; ++i) k[i] = j + i < key.count ? key.data[(j + i) * key.stride + c] : 0;
+#pragma unroll
+    for (int i = 0; i < kUnderWay; ++i) {
+      float s = k[i];
+      if constexpr (S == Score::tanh) {
+        const float t = tanh(q + k[i]);
+        s = 1 - t * t;
+      } else if constexpr (S != Score::dot) {
+        s = times_slope<S, float>(1.f, activation<S, float>(q + k[i]));
+      }
+      const bool sees = room.shares()[j + i] != 0;  // a hidden key may be NaN
+      around += sees ? room.terms()[j + i] * s : 0;
+      slopes += sees ? room.shares()[j + i] * s : 0;
+    }
+  }
+  return {around, slopes};
+}
+
+// Run attention's backward at step t, for the part of a sequence of n keys that a block takes, and
+// store the query's gradient in row `to`.
+__device__ inline void attend_backward(const PersistentBackward& a, const LoopRoom& room, int b, int n,
+                                       int t, int to) {
+  const Backward& given = a.attends;
+  const int lane = threadIdx.x % 32, parts = a.parts_of_row, part = blockIdx.x % parts;
+  const Tile tile = {b, 0, 0, t};
+  const auto [seen, column, key, value] = own_keys(given, room, tile, n, part, parts);
+  const int keys = key.count, padded = (keys + kUnderWay - 1) / kUnderWay * kUnderWay;
+  float* const grad_score = at<float>(given.grad_score, tile, t);
+  clear_unseen(given, seen, part, parts, grad_score);
+  const float* const weights = at<float>(given.weights, tile, t) + column;
+  const float* const more =
+      given.grad_weights.data ? at<float>(given.grad_weights, tile, t) + column : nullptr;
+  __syncthreads();  // the terms of the previous sequence have been read
+  for (int j = threadIdx.x; j < padded; j += kLoopThreads) room.shares()[j] = j < keys ? weights[j] : 0;
+  score_own_keys<Score::dot>(at<float>(given.grad_context, tile, t), nullptr, value, given.Dv,
+                             [&](int j, float x) { room.scores()[j] = more ? x + more[j] : x; });
+  __syncthreads();
+  float mass = 0;
+  QueryPart own = {};
+  for (int j = lane; j < keys; j += 32)
+    if (const float p = room.shares()[j]; p != 0) mass += p, own.product += p * room.scores()[j];
+  mass = of_warp<Add>(mass);
+  own.product = of_warp<Add>(own.product);
+  own.mean = mass == 0 ? 0 : own.product / mass;
+  if (threadIdx.x < 32)
+    for (int j = lane; j < padded; j += 32)
+      room.terms()[j] = room.shares()[j] == 0 ? 0 : room.shares()[j] * (room.scores()[j] - own.mean);
+  __syncthreads();
+  const float* const q = at<float>(given.query, tile, t);
+  const auto sums = [&, key = key](int c) {
+    switch (given.score) {
+      case Score::dot: return sum_keys<Score::dot>(room, key, q[c], c);
+      case Score::tanh: return sum_keys<Score::tanh>(room, key, q[c], c);
+      case Score::relu: return sum_keys<Score::relu>(room, key, q[c], c);
+      default: return sum_keys<Score::leaky_relu>(room, key, q[c], c);
+    }
+  };
+  const float* const w = given.score == Score::dot ? nullptr : at<float>(given.score_vector, tile, 0);
+  const auto put = [&](int c, float sum) {
+    at<float>(a.grad_query, tile, to)[c] = float(given.scale) * sum * (w ? w[c] : 1);
+  };
+  float mean = own.product;
+  if (parts == 1) {
+    for (int c = threadIdx.x; c < given.A; c += kLoopThreads) {
+      const QuerySums sum = sums(c);
+      put(c, sum.around + (own.mean - mean) * sum.slopes);
+    }
+  } else {
+    const int width = given.A;
+    float* const out = at<float>(a.parts, tile, part);
+    for (int c = threadIdx.x; c < width; c += kLoopThreads) {
+      const QuerySums sum = sums(c);
+      out[c] = sum.around, out[width + c] = sum.slopes;
+    }
+    const auto end = [&](int i) {
+      return reinterpret_cast<QueryPart*>(at<float>(a.parts, tile, i) + 2 * width);
+    };
+    if (threadIdx.x == 0) *end(part) = own;
+    wait_for_all(a.arrivals + kArrival * (1 + b), parts * (a.T - t));
+    const QueryPart of_lane = lane < parts ? *end(lane) : QueryPart{};
+    mean = of_warp<Add>(of_lane.product);
+    const int columns = share_of_block(width, parts), last = min((part + 1) * columns, width);
+    for (int c = part * columns + threadIdx.x; c < last; c += kLoopThreads) {
+      float sum = 0;
+#pragma unroll 2
+      for (int i = 0; i < parts; ++i) {
+        const float* from = at<float>(a.parts, tile, i) + c;
+        sum += from[0] + (end(i)->mean - mean) * from[width];
+      }
+      put(c, sum);
+    }
+  }
+  for (int j = threadIdx.x; j < keys; j += kLoopThreads)
+    grad_score[column + j] = room.shares()[j] == 0 ? 0 : room.shares()[j] * (room.scores()[j] - mean);
+}
+
+__global__ void __launch_bounds__(kLoopThreads, 1) persistent_backward(const PersistentBackward a) {
+  ATTNFAST_DYNAMIC_SHARED(Four, shared);
+  const LoopRoom room = room_of(a, a.sizes(gridDim.x), shared);
+  const auto share_of_group = [&](int all, int each) {
+    const int group = blockIdx.x / a.blocks_of_group, first = group * each;
+    return GroupShare{group, int(blockIdx.x) % a.blocks_of_group, first, max(0, min(each, all - first))};
+  };
+  const GroupShare units = share_of_group(a.H, a.units()), fed = share_of_group(a.F, a.fed_outputs());
+  const auto keep_weight = [&](const LoopWeight& w, int outputs, Four* to, const auto& column) {
+    const int first = units.part * a.slice(w.inputs);
+    keep_columns(w, first, max(0, min(a.slice(w.inputs), w.inputs - first)), outputs, to, column);
+  };
+  keep_weight(a.state_weight, units.count * a.copies, room.state_weight,
+              [&](int i) { return i / units.count * a.H + units.first + i % units.count; });
+  keep_weight(a.fed_weight, fed.count, room.fed_weight, [&](int i) { return fed.first + i; });
+  keep_memory(a, a.attends, room);
+  const int n = keys_of_first(a, a.attends);
+  unsigned turn = 0, waits = 0;
+  const auto wait = [&] { wait_for_all(a.arrivals, ++turn * gridDim.x); };
+  if (a.attentional.data) {
+    for (int i = blockIdx.x * kLoopThreads + threadIdx.x; i < a.B * a.F; i += gridDim.x * kLoopThreads)
+      put_attentional(a, a.T - 1, i / a.F, i % a.F,
+                      *at<float>(rows_of_step(a.grad_fed, a.T - 1), i / a.F, i % a.F));
+    wait();
+  }
+  __syncthreads();
+  for (int t = a.T; t >= 0; --t) {  // attention of step t, or of the step before, then the step before
+    if (t == 0 && !a.attends_first) break;
+    if (t < a.T || !a.attends_first) {
+      for_own_sequences(a, a.attends, n, [&](int b, int keys) {
+        attend_backward(a, room, b, keys, a.attends_first ? t : t - 1, t);
+      });
+      wait();
+    }
+    if (t == 0) break;
+    switch (a.cell) {
+      case Cell::tanh: run_cells_backward<Cell::tanh>(a, room, units, t - 1, waits); break;
+      case Cell::gru: run_cells_backward<Cell::gru>(a, room, units, t - 1, waits); break;
+      case Cell::lstm: run_cells_backward<Cell::lstm>(a, room, units, t - 1, waits);
+    }
+    wait();
+    multiply_fed(a, room, fed, t - 1, waits);
+    wait();
+  }
+}
+
+}  // namespace
+}  // namespace attnfast
