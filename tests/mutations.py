@@ -62,7 +62,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
     },
     ("attnfast/decoding/memory.py", f"tests/test_local.py {STEPS}"): {
         "attend": [
-            ("is sigma is None and not isinstance(need_weights, str)", "is sigma is None"),
+            ("plain = plain and not isinstance(need_weights, str)", "pass"),
         ],
     },
     ("attnfast/decoding/memory.py", CONTRACTS.format("strided")): {
@@ -351,8 +351,8 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
     },
     ("attnfast/nn/attention.py", "tests/test_local.py -k formula"): {
         "_Attention._attend": [
-            ('span.pop("bias", None)', "None"),
-            ('span["sigma"] * self.temperature**0.5', 'span["sigma"]'),
+            ("scale, bias = apply_temperature", "scale, _ = apply_temperature"),
+            ("sigma * self.temperature**0.5", "sigma"),
         ],
     },
     ("attnfast/nn/attention.py", "tests/test_nn.py -k missing"): {
@@ -692,7 +692,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         ],
     },
     ("attnfast/integrations/search_model.py", DECODERS.format("")): {
-        "DecoderParts.attend": [('**self.attention.get("terms", {})', "")],
+        "DecoderParts.attend": [('**options.get("terms", {})', "")],
         "DecoderParts.skip_reason": [("or not all(is_plain(x, *CELLS) for x in cells)", "")],
         "DecoderParts.search_inputs": [("if isinstance(attention, GatedAttention):", "if False:")],
         "find_words": [
