@@ -2232,10 +2232,12 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         ],
     },
     ("csrc/cuda/recurrent.cuh", CUDA.format("recurrent")): {
-        "__launch_bounds__": [
+        "run_unit": [
             ("sums[sum_index(K, gate)] +=", "sums[gate] +="),
             ("a.t >= a.target_lengths[b]) u = Unit<C>{};", "false) u = Unit<C>{};"),
-            ("u.gates[sum_index(K, gate)];", "u.gates[gate];"),
+        ],
+        "run_unit_backward": [("u.gates[sum_index(K, gate)];", "u.gates[gate];")],
+        "__launch_bounds__": [
             ("own.i / columns >= target_lengths", "own.i / columns > target_lengths"),
             ("staged.score(row, lane) + *at<C>(a.state_products, b + row, i + lane)",
              "staged.score(row, lane)"),
@@ -2267,6 +2269,37 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
              "0, a.T, 0, a.A), made.queries"),
         ],
         "multiply_weights": [("cuda::run_backward(sum, hidden);", "")],
+    },
+    ("csrc/cuda/persistent.cuh", CUDA.format("all_steps_at_once")): {
+        "split": [("low[i] = x[i] - high[i];", "low[i] = 0;")],
+        "multiply": [
+            ("int q0 = 0; q0 < fours; q0 +=", "int q0 = 0; q0 < kStaged; q0 +="),
+            ("multiply_add(more, high[step], x_low);", ""),
+        ],
+        "clear_unseen": [("row[c] = 0;", ";")],
+    },
+    ("csrc/cuda/persistent_forward.cuh", CUDA.format("all_steps_at_once")): {
+        "multiply_state": [("a.state_bias[output] + sums(i, row)", "sums(i, row)")],
+        "attend": [
+            ("mine.mass == 0 ? -INFINITY : mine.top", "mine.top"),
+            ("put_context<float>(given, a.added, tile, c, sum * all.share());",
+             "put_context<float>(given, a.added, tile, c, sum);"),
+        ],
+        "run_cells": [("fed_now ? rows_of_step", "t ? rows_of_step")],
+    },
+    ("csrc/cuda/persistent_backward.cuh", CUDA.format("all_steps_at_once")): {
+        "run_cells_backward": [
+            ("if (a.copies > 1) g +=", "if (a.copies > 2) g +="),
+            ("if (is_state) g +=", "if (false) g +="),
+        ],
+        "multiply_fed": [
+            ("return void(*at<float>(a.grad_feed, b, f) = sum(0));", "return;"),
+            ("const float all = *grad + sum(0);", "const float all = sum(0);"),
+        ],
+        "attend_backward": [
+            ("sum += from[0] + (end(i)->mean - mean) * from[width];", "sum += from[0];"),
+            ("more ? x + more[j] : x", "x"),
+        ],
     },
     ("csrc/cuda/copying.cuh", CUDA.format("copying")): {
         "__launch_bounds__": [("all += of_blocks<Add>(plus, turn);", "")],

@@ -8,7 +8,9 @@ import os
 import random
 import shutil
 import subprocess
+import sys
 from pathlib import Path
+from unittest import mock
 
 import attention_cases
 import invalid_calls
@@ -47,17 +49,24 @@ def compile_on_host(source: str, out: Path, *flags: str) -> Path:
     return out
 
 
+def compile_library(folder: Path, *flags: str) -> Path:
+    torch_folder = Path(torch.__file__).parent
+    return compile_on_host(
+        "library.cpp", folder / "library.so", "-shared", "-fPIC",
+        "-DTORCH_TARGET_VERSION=0x020a000000000000", f"-I{torch_folder}/include",
+        f"-L{torch_folder}/lib", "-ltorch_cpu", *flags,
+    )  # fmt: skip
+
+
+def load(path: Path | str) -> ctypes.CDLL:
+    """Register the kernels for CPU tensors under the name that they have on a GPU."""
+    torch.ops.load_library(str(path))
+    return ctypes.CDLL(str(path))
+
+
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
-    """Register the kernels for CPU tensors under the name that they have on a GPU."""
-    torch_folder = Path(torch.__file__).parent
-    out = compile_on_host(
-        "library.cpp", tmp_path_factory.mktemp("cuda") / "library.so", "-shared", "-fPIC",
-        "-DTORCH_TARGET_VERSION=0x020a000000000000", f"-I{torch_folder}/include",
-        f"-L{torch_folder}/lib", "-ltorch_cpu",
-    )  # fmt: skip
-    torch.ops.load_library(str(out))
-    return ctypes.CDLL(str(out))
+    return load(compile_library(tmp_path_factory.mktemp("cuda")))
 
 
 @pytest.fixture
@@ -346,6 +355,7 @@ def recurrent(host, monkeypatch):
     return host
 
 
+FEEDS, EVERYTHING = "input_feeding", test_recurrent.EVERYTHING
 SMALL_LAYERS = [
     x
     for x in test_recurrent.CASES
@@ -363,8 +373,8 @@ def test_recurrent_fuzz(recurrent):
     test_recurrent.test_fuzz(5, recurrent)
 
 
-#: Multiprocessors, and bytes of shared memory of a block: for all; for fewer sequences at a time, so
-#: that no block keeps keys; for no weights.
+#: Multiprocessors, and bytes of shared memory of a block: enough for all; too few blocks to keep
+#: keys and values; too little memory for weights.
 AT_ONCE = {"all": (7, 1 << 20), "few blocks": (2, 1 << 20), "weights outside": (5, 82_200)}
 
 
@@ -378,10 +388,12 @@ def at_once(request, library):
 
 #: More features than are staged at a time; more outputs than a tile has, in forward and backward.
 WIDE_LAYERS = [
-    test_recurrent.Case("gru", "attend_first", "tanh", 3, 3, 5, 9, 7, 13, 600, terms=("projection",)),
-    test_recurrent.Case("lstm", "input_feeding", "dot", 33, 2, 5, 20, 7, 40, 12, 150,
-                        terms=("projection", "feed", "biases")),
-]  # fmt: skip
+    test_recurrent.Case(*start, *sizes, terms=terms)
+    for start, sizes, terms in (
+        (("gru", "attend_first", "tanh"), (3, 3, 5, 9, 7, 13, 600), ("projection",)),
+        (("lstm", FEEDS, "dot"), (33, 2, 5, 20, 7, 40, 12, 150), ("projection", "feed", "biases")),
+    )
+]
 LAYERS_AT_ONCE = [
     x
     for x in [*SMALL_LAYERS, *WIDE_LAYERS]
@@ -394,6 +406,34 @@ def test_all_steps_at_once(case, recurrent, at_once):
     if at_once != "all" and case not in LAYERS_AT_ONCE[::6] and case not in WIDE_LAYERS:
         pytest.skip("the first number of blocks has all cases")
     test_recurrent.judge(case, recurrent)
+
+
+def judge_races(path: str) -> None:
+    """Run layers whose steps run at once, with a library under ThreadSanitizer."""
+    load(path).set_multiprocessors(3, 1 << 20)
+    with mock.patch.object(test_recurrent, "served", return_value=None):
+        for start, sizes, terms in (
+            (("gru", "attend_first", "tanh"), (2, 2, 3, 5, 9, 6, 18), EVERYTHING),
+            (("lstm", FEEDS, "dot"), (1, 3, 3, 4, 12, 6, 7, 8), ("projection", "feed", "unread")),
+        ):
+            test_recurrent.judge(test_recurrent.Case(*start, *sizes, terms=terms), "cuda")
+
+
+def test_no_race_when_steps_run_at_once(tmp_path):
+    flags = ("-O1", "-g1", "-fsanitize=thread")
+    library = compile_library(tmp_path, *flags)
+    sanitizer = subprocess.run(
+        [os.environ.get("CXX") or "g++", "-print-file-name=libtsan.so"],
+        capture_output=True, text=True, check=True,
+    ).stdout.strip()  # fmt: skip
+    code = f"import test_cuda_on_host; test_cuda_on_host.judge_races({str(library)!r})"
+    options = "ignore_noninstrumented_modules=1 report_signal_unsafe=0"
+    done = subprocess.run(
+        [sys.executable, "-c", code], text=True, capture_output=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
+             "LD_PRELOAD": sanitizer, "TSAN_OPTIONS": options},
+    )  # fmt: skip
+    assert done.returncode == 0, f"{done.stdout}{done.stderr[:4000]}"
 
 
 @pytest.mark.parametrize("score", ["dot", "tanh"])
@@ -493,7 +533,6 @@ def test_a_softmax_alone_is_computed(term, recurrent):
         ATTENTION(recurrent, of_step)
 
 
-FEEDS, EVERYTHING = "input_feeding", test_recurrent.EVERYTHING
 #: More keys than a block takes, or a cluster; with enough steps for so many, or not.
 LONG_LAYERS = [
     test_recurrent.Case(mode, recurrence, score, B, T, 5, 9, Tk, 13, 12, 21, terms, dtype)
