@@ -78,7 +78,8 @@ class Launch {
     ask(processors, cudaDevAttrMultiProcessorCount);
     const int64_t shared = bytes(processors);
     if (!cooperative || shared > most) return 0;
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared));
+    // As much as any launch may take, because other threads launch the kernel too.
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most));
     check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, threads, shared));
     return blocks ? processors : 0;
   }
@@ -97,7 +98,6 @@ class Launch {
     config.stream = stream;
     config.attrs = &cooperative;
     config.numAttrs = 1;
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared));
     check(cudaLaunchKernelEx(&config, kernel, args...));
   }
 
