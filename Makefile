@@ -108,7 +108,7 @@ sanitize sanitize-fuzz: .venv/installed
 	cd build/$@ && ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=. \
 	  LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
 	  $(CURDIR)/$(BIN)/pytest -q $(TWO) $(TESTS:%=tests/test_%.py) -k "$(CHOICE)"
-	$(if $(filter sanitize,$@),$(BIN)/pytest -q tests/test_cuda_build.py -k sanitizers)
+	$(if $(filter sanitize,$@),$(BIN)/pytest -q tests/test_cuda_build.py tests/test_cuda_on_host.py -k sanitizers)
 
 # How many planted faults the tests catch: see docs/testing.md.
 mutants: .venv/installed

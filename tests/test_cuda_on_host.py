@@ -419,7 +419,7 @@ def judge_races(path: str) -> None:
             test_recurrent.judge(test_recurrent.Case(*start, *sizes, terms=terms), "cuda")
 
 
-def test_no_race_when_steps_run_at_once(tmp_path):
+def test_sanitizers_when_steps_run_at_once(tmp_path):
     flags = ("-O1", "-g1", "-fsanitize=thread")
     library = compile_library(tmp_path, *flags)
     sanitizer = subprocess.run(
@@ -452,7 +452,7 @@ def test_launches_of_all_steps_at_once(recurrence, score, recurrent, at_once, li
     assert counts[0] == counts[1]
 
 
-@pytest.mark.parametrize("change", [{"B": 129}, {"dtype": torch.float64}, {"Tk": 530, "T": 140}])
+@pytest.mark.parametrize("change", [{"B": 129}, {"dtype": torch.float64}, {"Tk": 530}])
 def test_what_runs_step_by_step(change, recurrent, library):
     library.set_multiprocessors(1, 1 << 20)
     sizes = {"B": 3, "T": 2, **change}

@@ -13,6 +13,7 @@
 #include <atomic>
 #include <barrier>
 #include <memory>
+#include <mutex>
 #include <thread>
 #include <vector>
 
@@ -228,10 +229,22 @@ inline void multiply_add_on_host(float (&d)[4], const float (&a)[4], const float
 inline int __ffs(int x) { return __builtin_ffs(x); }
 inline int __clz(int x) { return x ? __builtin_clz(x) : 32; }
 
+// The stacks of threads that have ended: new ones would have to be cleared by the system.
+constexpr size_t kStack = 1 << 18;
+inline std::mutex stacks_in_turn;
+inline std::vector<char*> stacks;
+inline char* take_stack() {
+  const std::lock_guard lock(stacks_in_turn);
+  if (stacks.empty()) return static_cast<char*>(malloc(kStack));
+  char* const stack = stacks.back();
+  stacks.pop_back();
+  return stack;
+}
 inline void free_fibers() {
   for (Fiber& fiber : fibers) {
     if (!fiber.stack) continue;
-    free(fiber.stack);
+    const std::lock_guard lock(stacks_in_turn);
+    stacks.push_back(fiber.stack);
     __tsan_destroy_fiber(fiber.tsan);
   }
 }
@@ -262,13 +275,12 @@ struct LaunchOnHost {
 
   template <class AllBlocks>
   SHIM static void launch(const AllBlocks& what) {
-    constexpr size_t kStack = 1 << 18;
     all_blocks = &what;
     block = std::make_unique<Block>(threads);
     for (unsigned t = 0; t < threads; ++t) {
       Fiber& fiber = fibers[t];
       if (!fiber.stack) {
-        fiber.stack = static_cast<char*>(malloc(kStack));
+        fiber.stack = take_stack();
         fiber.tsan = __tsan_create_fiber(0);
       }
       getcontext(&fiber.context);
