@@ -373,8 +373,8 @@ def test_recurrent_fuzz(recurrent):
     test_recurrent.test_fuzz(5, recurrent)
 
 
-#: Multiprocessors, and bytes of shared memory of a block: enough for all; too few blocks to keep
-#: keys and values; too little memory for weights.
+#: Multiprocessors, and bytes of shared memory of a block: enough for all; too few blocks to store
+#: keys and values there; too little memory for the weights.
 AT_ONCE = {"all": (7, 1 << 20), "few blocks": (2, 1 << 20), "weights outside": (5, 82_200)}
 
 
@@ -404,7 +404,7 @@ LAYERS_AT_ONCE = [
 @pytest.mark.parametrize("case", LAYERS_AT_ONCE, ids=str)
 def test_all_steps_at_once(case, recurrent, at_once):
     if at_once != "all" and case not in LAYERS_AT_ONCE[::6] and case not in WIDE_LAYERS:
-        pytest.skip("the first number of blocks has all cases")
+        pytest.skip("a sample of the cases suffices with this number of blocks")
     test_recurrent.judge(case, recurrent)
 
 
@@ -453,7 +453,7 @@ def test_launches_of_all_steps_at_once(recurrence, score, recurrent, at_once, li
 
 
 @pytest.mark.parametrize("change", [{"B": 129}, {"dtype": torch.float64}, {"Tk": 530}])
-def test_what_runs_step_by_step(change, recurrent, library):
+def test_layers_that_run_step_by_step(change, recurrent, library):
     library.set_multiprocessors(1, 1 << 20)
     sizes = {"B": 3, "T": 2, **change}
     case = test_recurrent.Case("gru", "attend_first", "dot", terms=("projection",), **sizes)
@@ -463,7 +463,7 @@ def test_what_runs_step_by_step(change, recurrent, library):
     assert library.take_launches() > 3 * sizes["T"]
 
 
-def test_the_same_bits_at_once(recurrent, library):
+def test_repeated_launches_are_bitwise_equal(recurrent, library):
     library.set_multiprocessors(*AT_ONCE["all"])
     case = test_recurrent.Case("gru", "input_feeding", "tanh", 2, 5, terms=EVERYTHING)
     args = test_recurrent.call(case)

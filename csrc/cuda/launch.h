@@ -65,17 +65,17 @@ class Launch {
     start(kernel, x, y, y, args...);
   }
 
-  // Return the number of blocks that run at once, one on each multiprocessor, if one of so many takes
-  // shared(blocks) bytes of dynamic shared memory; 0 if the device cannot.
+  // Return the number of multiprocessors if each can run one block of a cooperative launch at the same
+  // time, else 0. With n blocks, each has bytes(n) bytes of dynamic shared memory.
   template <class Shared, class... Args>
   int blocks_at_once(void (*kernel)(Args...), int threads, const Shared& bytes) const {
     int cooperative = 0, most = 0, processors = 0, blocks = 0;
-    const auto ask = [&](int& answer, cudaDeviceAttr what) {
-      check(cudaDeviceGetAttribute(&answer, what, device.index()));
+    const auto read = [&](int& value, cudaDeviceAttr attribute) {
+      check(cudaDeviceGetAttribute(&value, attribute, device.index()));
     };
-    ask(cooperative, cudaDevAttrCooperativeLaunch);
-    ask(most, cudaDevAttrMaxSharedMemoryPerBlockOptin);
-    ask(processors, cudaDevAttrMultiProcessorCount);
+    read(cooperative, cudaDevAttrCooperativeLaunch);
+    read(most, cudaDevAttrMaxSharedMemoryPerBlockOptin);
+    read(processors, cudaDevAttrMultiProcessorCount);
     const int64_t shared = bytes(processors);
     if (!cooperative || shared > most) return 0;
     // As much as any launch may take, because other threads launch the kernel too.
@@ -84,7 +84,7 @@ class Launch {
     return blocks ? processors : 0;
   }
 
-  // Launch blocks that wait for each other; see blocks_at_once.
+  // Run a cooperative launch, whose blocks may wait for each other; `blocks` is from blocks_at_once.
   template <class... Args>
   void at_once(void (*kernel)(Args...), int blocks, int threads, int64_t shared,
                const Args&... args) const {

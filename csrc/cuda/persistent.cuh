@@ -1,6 +1,6 @@
-// What a recurrent layer with attention needs to run all of its steps in one launch: every block of the
-// grid runs all steps, and the blocks wait for each other. Weights stay in shared memory from the first
-// step to the last, and keys and values if there is room. persistent_forward.cuh and
+// The common part of the kernels that run all steps of a recurrent layer with attention in one launch:
+// every block of the grid runs all steps, and the blocks wait for each other. Weights, keys and values
+// stay in shared memory from the first step to the last if they fit. persistent_forward.cuh and
 // persistent_backward.cuh have the steps.
 #pragma once
 #include <cuda/atomic>
@@ -14,10 +14,10 @@ namespace {
 constexpr int kLoopWarps = 16, kLoopThreads = 32 * kLoopWarps;
 constexpr int kTileRows = 32, kTileOutputs = 16;  // sequences and outputs of a product's tile
 constexpr int kSumsPitch = kTileRows + 4;         // few lanes access the same bank
-constexpr int kStaged = 144;                      // fours of a row that are staged at a time
-constexpr int kLoopKeys = 512;                    // of a block, at most
-constexpr int kUnderWay = 16;                     // loads in flight of a thread that sums over keys
-constexpr int kMostParts = kUnderWay;             // of a sequence
+constexpr int kStaged = 144;                      // groups of four columns (Four) staged at a time
+constexpr int kLoopKeys = 512;                    // keys of a block, at most
+constexpr int kLoadsInFlight = 16;                // loads in flight of a thread that sums over keys
+constexpr int kMostParts = kLoadsInFlight;        // of a sequence, at most
 constexpr int kMostSequences = 128;               // more are faster step by step
 
 // A weight [outputs, inputs]; rows `row` elements apart.
@@ -27,7 +27,7 @@ struct LoopWeight {
   int inputs;
 };
 
-constexpr int kArrival = 16;  // distance of counters: a cache line
+constexpr int kArrival = 16;  // distance between counters in int64: a cache line
 
 // The common arguments of forward and backward; rows of views are steps.
 struct PersistentLayer {
@@ -37,14 +37,15 @@ struct PersistentLayer {
   int first_gate, first_output;       // of these columns; first_output: of attentional vectors
   View state_products, parts;         // parts: of a sequence, which its blocks join
   int parts_of_row;
-  int64_t* arrivals;  // zeros: of the grid and of groups of blocks, kArrival apart
-  void* weights;      // room for the weights of all blocks, if shared memory has too little; or null
-  bool keeps_memory;  // a block has keys and values of one sequence, in shared memory
+  int64_t* arrivals;   // counters of the grid and of groups of blocks, kArrival apart; 0 at first
+  void* weights;       // global memory for the weights of all blocks if they do not fit in shared; or null
+  bool caches_memory;  // shared memory has a block's keys and values, of one sequence
 };
 
 // ---- waiting ------------------------------------------------------------------------------------
 
-// Wait until `arrivals` counts to `target`, one for each block; writes before it are then visible.
+// Add 1 to the counter for this block, and wait until it is at least `target`. What the other blocks
+// wrote before they added 1 is then visible.
 __device__ inline void wait_for_all(int64_t* arrivals, unsigned target) {
   __syncthreads();
   if (threadIdx.x == 0) {
@@ -58,18 +59,19 @@ __device__ inline void wait_for_all(int64_t* arrivals, unsigned target) {
 
 // ---- products -----------------------------------------------------------------------------------
 
-// The groups of four of a row, padded with zeros to 16 columns, and the distance between rows, with
-// which lanes that read four fours of eight rows access separate banks.
+// Return the number of Fours of a row, which is padded with zeros to a multiple of 16 columns; and the
+// distance between rows, in Fours, with which lanes that read 16 columns of 8 rows access separate banks.
 __device__ __host__ inline int fours_of(int columns) { return (columns + 15) / 16 * 4; }
 __device__ __host__ inline int pitch_of(int fours) { return fours | 4; }
 
-using Four = Quad<float>;
+using Four = Quad<float>;  // four adjacent columns of a row
 
 __device__ __host__ inline int share_of_block(int all, int blocks) { return (all + blocks - 1) / blocks; }
 
-// The memory of a block: all of it is shared, except perhaps the weights.
-struct LoopRoom {
-  static constexpr int kX = kTileRows * (kStaged | 4), kScores = (kLoopKeys + kUnderWay) / 4;  // in Fours
+// The buffers of a block, all in shared memory except perhaps the weights. `keys` and `values` may be null.
+struct BlockBuffers {
+  static constexpr int kX = kTileRows * (kStaged | 4),
+                       kScores = (kLoopKeys + kLoadsInFlight) / 4;  // in Fours
 
   Four *x, *fed_weight, *state_weight;
   float *keys, *values;
@@ -79,7 +81,7 @@ struct LoopRoom {
   __device__ float* terms() const { return x[kX + 2 * kScores].x; }
 };
 
-// The sizes of LoopRoom, in Fours.
+// The sizes of BlockBuffers, in Fours.
 struct LoopSizes {
   int fed_weight, state_weight, keys, values;
 
@@ -87,33 +89,33 @@ struct LoopSizes {
                                 int fed_inputs, int state_outputs, int state_inputs) {
     fed_weight = fed_outputs * pitch_of(fours_of(fed_inputs));
     state_weight = state_outputs * pitch_of(fours_of(state_inputs));
-    const int kept = a.keeps_memory ? share_of_block(attends.Tk, a.parts_of_row) : 0;
-    keys = kept * fours_of(attends.A);
-    values = kept * fours_of(attends.Dv);
+    const int cached = a.caches_memory ? share_of_block(attends.Tk, a.parts_of_row) : 0;
+    keys = cached * fours_of(attends.A);
+    values = cached * fours_of(attends.Dv);
   }
   __host__ __device__ int weights() const { return fed_weight + state_weight; }
   __host__ __device__ int64_t bytes(bool has_weights) const {
-    const int own = LoopRoom::kX + 3 * LoopRoom::kScores + keys + values;
+    const int own = BlockBuffers::kX + 3 * BlockBuffers::kScores + keys + values;
     return int64_t{16} * (own + (has_weights ? weights() : 0));
   }
 };
 
-__device__ inline LoopRoom room_of(const PersistentLayer& a, const LoopSizes& sizes, Four* shared) {
-  LoopRoom room;
-  room.x = shared;
-  Four* next = shared + LoopRoom::kX + 3 * LoopRoom::kScores;
+__device__ inline BlockBuffers buffers_of(const PersistentLayer& a, const LoopSizes& sizes, Four* shared) {
+  BlockBuffers buffers;
+  buffers.x = shared;
+  Four* next = shared + BlockBuffers::kX + 3 * BlockBuffers::kScores;
   const auto take = [&](int fours) { return (next += fours) - fours; };
-  room.keys = a.keeps_memory ? take(sizes.keys)->x : nullptr;
-  room.values = a.keeps_memory ? take(sizes.values)->x : nullptr;
+  buffers.keys = a.caches_memory ? take(sizes.keys)->x : nullptr;
+  buffers.values = a.caches_memory ? take(sizes.values)->x : nullptr;
   if (a.weights) next = static_cast<Four*>(a.weights) + blockIdx.x * int64_t{sizes.weights()};
-  room.fed_weight = take(sizes.fed_weight);
-  room.state_weight = take(sizes.state_weight);
-  return room;
+  buffers.fed_weight = take(sizes.fed_weight);
+  buffers.state_weight = take(sizes.state_weight);
+  return buffers;
 }
 
-// Copy rows to `to`, padded with zeros: row(i) is where the i-th begins.
+// Copy rows to `to`, padded with zeros; row(i) is the address of row i.
 template <class Row>
-__device__ void keep(int rows, int columns, int pitch, Four* to, const Row& row) {
+__device__ void copy_padded(int rows, int columns, int pitch, Four* to, const Row& row) {
   for (int i = threadIdx.x / 32; i < rows; i += kLoopWarps)
     for (int q = threadIdx.x % 32; q < fours_of(columns); q += 32) {
       float x[4];
@@ -122,8 +124,8 @@ __device__ void keep(int rows, int columns, int pitch, Four* to, const Row& row)
     }
 }
 
-// The sums of a block's outputs, one for each warp that has a part of the inputs; they lie where the
-// rows of x were staged.
+// The sums of a block's outputs: each is the total of one sum for every warp that has a part of the
+// inputs. They overwrite the staged rows of x.
 struct LoopSums {
   const float* data;
   int tile, warps;  // outputs of a tile, and warps that have one
@@ -137,9 +139,9 @@ struct LoopSums {
     return total;
   }
 };
-static_assert(kLoopWarps * kTileOutputs * kSumsPitch <= 4 * LoopRoom::kX);
+static_assert(kLoopWarps * kTileOutputs * kSumsPitch <= 4 * BlockBuffers::kX);
 
-// Tensor cores multiply numbers of 11 bits, so a float32 is split into two: the error of a product,
+// Tensor cores read significands of 11 bits (tf32), so a float32 is split into two: the error of a product,
 // 2^-22, is that of float32.
 template <int N>
 __device__ void split(const float (&x)[N], float (&high)[N], float (&low)[N]) {
@@ -150,10 +152,11 @@ __device__ void split(const float (&x)[N], float (&high)[N], float (&low)[N]) {
 }
 
 // Compute the products of the rows of x and of a block's outputs, of which there are at most
-// kLoopWarps tiles: early(first row) returns what it reads meanwhile, and use(first row, that, sums)
-// the rest. The warps divide the tiles and the inputs. Every thread of the block takes part.
+// kLoopWarps tiles. For every kTileRows rows, early(first row) is called before the product, so that its
+// loads are in flight during it, and use(first row, result of early, sums) after it. The warps divide the
+// tiles and the inputs. Every thread of the block takes part.
 template <class Early, class Use>
-__device__ void multiply(const LoopRoom& room, const Four* weight, int outputs, int tile, int inputs,
+__device__ void multiply(const BlockBuffers& buffers, const Four* weight, int outputs, int tile, int inputs,
                          const Rows<float>& x, const Early& early, const Use& use) {
   if (outputs == 0) return;
   const int fours = fours_of(inputs), pitch = pitch_of(fours);
@@ -169,7 +172,7 @@ __device__ void multiply(const LoopRoom& room, const Four* weight, int outputs, 
     float sum[4][4] = {};
     for (int q0 = 0; q0 < fours; q0 += kStaged) {
       const int staged = min(kStaged, fours - q0), x_pitch = pitch_of(staged);
-      __syncthreads();  // what was staged has been read
+      __syncthreads();  // the previous chunk has been read
       constexpr int kOwnRows = kTileRows / kLoopWarps;
       const auto stage = [&](auto known) {  // if whole, no load waits for a branch
         constexpr bool whole = decltype(known)::value;
@@ -183,7 +186,7 @@ __device__ void multiply(const LoopRoom& room, const Four* weight, int outputs, 
                  whole ? 4 : inputs - c, from[r]);
 #pragma unroll
           for (int r = 0; r < kOwnRows; ++r)
-            for (int m = 0; m < 4; ++m) room.x[(warp * kOwnRows + r) * x_pitch + q].x[m] = from[r][m];
+            for (int m = 0; m < 4; ++m) buffers.x[(warp * kOwnRows + r) * x_pitch + q].x[m] = from[r][m];
         }
       };
       if (is_whole) stage(std::true_type{});
@@ -203,8 +206,8 @@ __device__ void multiply(const LoopRoom& room, const Four* weight, int outputs, 
         }
 #pragma unroll
         for (int r = 0; r < kTileRows / 8; ++r) {
-          const Four of_x = room.x[(row + 8 * r) * x_pitch + q + quad];
-          float more[4] = {};  // tensor cores round towards 0, so their sums are short
+          const Four of_x = buffers.x[(row + 8 * r) * x_pitch + q + quad];
+          float more[4] = {};  // tensor cores round towards 0, so they add only 16 products
 #pragma unroll
           for (int step = 0; step < 2; ++step) {
             const float own[] = {of_x.x[2 * step], of_x.x[2 * step + 1]};
@@ -219,7 +222,7 @@ __device__ void multiply(const LoopRoom& room, const Four* weight, int outputs, 
       }
     }
     __syncthreads();  // the last chunk has been read
-    float* const sums = room.x->x;
+    float* const sums = buffers.x->x;
 #pragma unroll
     for (int r = 0; r < kTileRows / 8; ++r)
       for (int j = 0; j < 2; ++j) {
@@ -250,7 +253,7 @@ __device__ void by_score_on_device(Score score, const F& f) {
   }
 }
 
-// Compute the scores of a query and the keys that a block takes: finish(key, score).
+// Compute the scores of a query and a block's keys; finish(key, score) is called once for each.
 template <Score S, class Finish>
 __device__ void score_own_keys(const float* q, const float* w, const Rows<float>& keys, int width,
                                const Finish& finish) {
@@ -279,23 +282,24 @@ __device__ void score_own_keys(const float* q, const float* w, const Rows<float>
   }
 }
 
-// The keys that a block takes of a sequence, one of `parts` parts of those that a row sees.
+// A block's keys: one of `parts` parts of the keys of a sequence that a row sees.
 struct OwnKeys {
   Seen seen;
-  int column;  // of the first, in rows of weights
+  int column;  // of the first key, in a row of the weights
   Rows<float> key, value;
 };
-__device__ inline OwnKeys own_keys(const Problem& a, const LoopRoom& room, const Tile& tile, int n,
+__device__ inline OwnKeys own_keys(const Problem& a, const BlockBuffers& buffers, const Tile& tile, int n,
                                    int part, int parts) {
   const Seen seen = seen_by(a, tile, tile.row, n);
   const int share = share_of_block(seen.to - seen.from, parts);
   const int64_t first = seen.from + part * share;
   const int count = max(0, up_to(share, seen.to - first));
-  const auto rows = [&](const View& given, const float* kept, int64_t columns) {
-    return kept ? Rows<float>{kept, 4 * fours_of(columns), count}
-                : Rows<float>{at<float>(given, tile, first), given.row, count};
+  const auto rows = [&](const View& given, const float* cached, int64_t columns) {
+    return cached ? Rows<float>{cached, 4 * fours_of(columns), count}
+                  : Rows<float>{at<float>(given, tile, first), given.row, count};
   };
-  return {seen, int(first - seen.origin), rows(a.key, room.keys, a.A), rows(a.value, room.values, a.Dv)};
+  return {seen, int(first - seen.origin), rows(a.key, buffers.keys, a.A),
+          rows(a.value, buffers.values, a.Dv)};
 }
 
 // Write 0 for the keys that a row does not see; the blocks of a sequence divide them.
@@ -304,23 +308,24 @@ __device__ inline void clear_unseen(const Problem& a, const Seen& seen, int part
     if (c + seen.origin < seen.from || c + seen.origin >= seen.to) row[c] = 0;
 }
 
-// Copy the keys and values of a block's sequence.
-__device__ inline void keep_memory(const PersistentLayer& a, const Problem& attends, const LoopRoom& room) {
+// Copy a block's keys and values to shared memory if a.caches_memory.
+__device__ inline void cache_memory(const PersistentLayer& a, const Problem& attends,
+                                    const BlockBuffers& buffers) {
   const int b = blockIdx.x / a.parts_of_row;
-  if (!a.keeps_memory || b >= a.B) return;
+  if (!a.caches_memory || b >= a.B) return;
   const Tile tile = {b, 0, 0, 0};
   const int n = keys_seen(attends, b), each = share_of_block(n, a.parts_of_row);
   const int first = blockIdx.x % a.parts_of_row * each, count = max(0, min(each, n - first));
-  const auto keep_rows = [&](const View& x, int64_t columns, float* to) {
-    keep(count, columns, fours_of(columns), reinterpret_cast<Four*>(to),
-         [&](int i) { return at<float>(x, tile, first + i); });
+  const auto cache_rows = [&](const View& x, int64_t columns, float* to) {
+    copy_padded(count, columns, fours_of(columns), reinterpret_cast<Four*>(to),
+                [&](int i) { return at<float>(x, tile, first + i); });
   };
-  keep_rows(attends.key, attends.A, room.keys);
-  keep_rows(attends.value, attends.Dv, room.values);
+  cache_rows(attends.key, attends.A, buffers.keys);
+  cache_rows(attends.value, attends.Dv, buffers.values);
 }
 
-// Call run(sequence, number of its keys) for those that a block takes, wholly or in part; `own` is the
-// number of keys of the first.
+// Call run(sequence, number of its keys) for the sequences of a block, of each of which it processes one
+// part; `own` is the number of keys of its first sequence.
 template <class Run>
 __device__ void for_own_sequences(const PersistentLayer& a, const Problem& attends, int own,
                                   const Run& run) {
@@ -328,6 +333,8 @@ __device__ void for_own_sequences(const PersistentLayer& a, const Problem& atten
   if (first >= at_once) return;
   for (int b = first; b < a.B; b += at_once) run(b, b == first ? own : int(keys_seen(attends, b)));
 }
+
+// Return the number of keys of a block's first sequence.
 __device__ inline int keys_of_first(const PersistentLayer& a, const Problem& attends) {
   const int b = blockIdx.x / a.parts_of_row;
   return b < a.B ? keys_seen(attends, b) : 0;

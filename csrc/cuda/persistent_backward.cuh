@@ -1,5 +1,5 @@
 // The backward of a recurrent layer with attention in one launch, from the last step to the first.
-// Between two waits
+// The phases of a step, with a wait of all blocks after each, are
 //   attention: as in the forward; the blocks of a sequence exchange their parts once;
 //   state: the products of state_products with the transposed parameters, then the cell's backward;
 //   fed: the products of the gates' gradients with the transposed columns of weight_ih for the fed vector.
@@ -11,13 +11,14 @@
 namespace attnfast {
 namespace {
 
-constexpr int kMostSplit = kUnderWay;  // blocks of a group
+constexpr int kMostSplit = kLoadsInFlight;  // blocks of a group, at most
 
-// The mean of grad_context . v_j + grad_weights_j over all keys needs all blocks of a sequence, so a
-// part has sums of which the mean is subtracted afterwards: with x_j as above and their mean m over the
-// keys of the part,
-//   grad_query = scale w sum_parts (around + (m - mean) slopes),
-//   around = sum_j P_j (x_j - m) s_j,  slopes = sum_j P_j s_j,  s_j = tanh'(q + k_j), or k_j for a dot score.
+// The gradient of a query needs the mean of x_j = grad_context . v_j + grad_weights_j, weighted by P_j,
+// over the keys of all blocks of a sequence. A part has sums from which the mean is subtracted
+// afterwards: with the mean m of the part's own keys,
+//   grad_query = scale w sum_parts (centred + (m - mean) slopes),
+//   centred = sum_j P_j (x_j - m) s_j,  slopes = sum_j P_j s_j,
+// where s_j is f'(q + k_j) of the score's activation f, or k_j for a dot score, whose factor w is 1.
 struct QueryPart {
   float product, mean;  // sum_j P_j x_j, and m
 };
@@ -38,7 +39,7 @@ struct PersistentBackward : PersistentLayer {
     blocks_of_group = min(blocks, kMostSplit);
     groups = blocks / blocks_of_group;
   }
-  // Return the number of inputs that a block takes of a group's outputs.
+  // Return the number of inputs that a block multiplies for its group's outputs.
   __host__ __device__ int slice(int inputs) const {
     return 16 * share_of_block(fours_of(inputs) / 4, blocks_of_group);
   }
@@ -50,10 +51,10 @@ struct PersistentBackward : PersistentLayer {
   }
 };
 
-// Copy columns of a transposed weight, as rows: column(i) is the index of the i-th.
+// Copy columns of a transposed weight, each to a row of `to`; column(i) is the index of the i-th.
 template <class Column>
-__device__ void keep_columns(const LoopWeight& w, int first, int inputs, int columns, Four* to,
-                             const Column& column) {
+__device__ void cache_columns(const LoopWeight& w, int first, int inputs, int columns, Four* to,
+                              const Column& column) {
   const int pitch = 4 * pitch_of(fours_of(inputs));
   for (int k = threadIdx.x / 32; k < 4 * fours_of(inputs); k += kLoopWarps)
     for (int i = threadIdx.x % 32; i < columns; i += 32)
@@ -62,25 +63,26 @@ __device__ void keep_columns(const LoopWeight& w, int first, int inputs, int col
 
 // ---- products -----------------------------------------------------------------------------------
 
-// The outputs that a group computes, and the part of a block.
+// A block's group, its part in the group, and the outputs or units that the group computes.
 struct GroupShare {
-  int group, part, first, count;  // outputs, or units
+  int group, part, first, count;
 };
 
-// Compute the products of rows x with a group's outputs; then use(row, unit, sum) is called once for
-// each of them, sum(copy) its sum. Output i of the group is column(i) of all columns, and the unit's
-// copies are column(unit + copy count). `waits` counts the group's waits.
+// Compute a group's outputs from the rows x; then call use(row, unit, sum) once for each row and unit,
+// where sum(copy) is an output. Output i of the group is column(i) of all outputs, and copy n of a unit
+// is output unit + n * count of the group. `waits` counts the group's waits.
 template <class Column, class Use>
-__device__ void multiply_split(const PersistentBackward& a, const LoopRoom& room, const GroupShare& share,
-                               const Four* weight, int copies, int stride, int inputs, const Rows2& x,
-                               unsigned& waits, const Column& column, const Use& use) {
+__device__ void multiply_split(const PersistentBackward& a, const BlockBuffers& buffers,
+                               const GroupShare& share, const Four* weight, int copies, int stride,
+                               int inputs, const Rows2& x, unsigned& waits, const Column& column,
+                               const Use& use) {
   if (share.group >= a.groups) return;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, parts = a.blocks_of_group;
   const int slice = a.slice(inputs), first = share.part * slice;
   const int outputs = share.count * copies, own = max(0, min(slice, inputs - first));
   const Rows<float> rows = {static_cast<const float*>(x.data) + first, x.stride, a.B};
   multiply(
-      room, weight, outputs, kTileOutputs, x.data ? own : 0, rows, [](int) { return 0; },
+      buffers, weight, outputs, kTileOutputs, x.data ? own : 0, rows, [](int) { return 0; },
       [&](int b0, int, const LoopSums& sums) {
         for (int i = warp; b0 + lane < a.B && i < outputs; i += kLoopWarps)
           a.partial[(int64_t{share.part} * stride + column(i)) * a.B + b0 + lane] = sums(i, lane);
@@ -106,7 +108,7 @@ __device__ void multiply_split(const PersistentBackward& a, const LoopRoom& room
 
 // Map row t + 1 of state_products to the gradient of the state after step t, and run the cell's backward.
 template <Cell K>
-__device__ void run_cells_backward(const PersistentBackward& a, const LoopRoom& room,
+__device__ void run_cells_backward(const PersistentBackward& a, const BlockBuffers& buffers,
                                    const GroupShare& share, int t, unsigned& waits) {
   const Rows2 products = rows_of_step(a.state_products, t);
   const CellStepBackward step = {a.B,
@@ -126,7 +128,7 @@ __device__ void run_cells_backward(const PersistentBackward& a, const LoopRoom& 
                                  {at<float>(products, 0, a.first_gate), products.stride}};
   const bool is_state = a.grad_query.data && a.grad_query.row == 0;
   multiply_split(
-      a, room, share, room.state_weight, a.copies, a.copies * a.H, a.state_rows,
+      a, buffers, share, buffers.state_weight, a.copies, a.copies * a.H, a.state_rows,
       rows_of_step(a.state_products, t + 1), waits,
       [&](int i) { return i / share.count * a.H + share.first + i % share.count; },
       [&](int b, int i, const auto& sum) {
@@ -143,14 +145,14 @@ __device__ inline void put_attentional(const PersistentBackward& a, int t, int b
   *at<float>(rows_of_step(a.state_products, t + 1), b, a.first_output + f) = grad * (1 - x * x);
 }
 
-// Map the gradients of step t's gates to the vector that was fed.
-__device__ inline void multiply_fed(const PersistentBackward& a, const LoopRoom& room,
+// Add the gradient of the vector that was fed at step t, given those of the step's gates.
+__device__ inline void multiply_fed(const PersistentBackward& a, const BlockBuffers& buffers,
                                     const GroupShare& share, int t, unsigned& waits) {
   const int to = a.attends_first ? t : t - 1;
   if (to < 0 && !a.grad_feed.data) return;
   multiply_split(
-      a, room, share, room.fed_weight, 1, a.F, a.fed_weight.inputs, rows_of_step(a.of_inputs, t), waits,
-      [&](int i) { return share.first + i; },
+      a, buffers, share, buffers.fed_weight, 1, a.F, a.fed_weight.inputs, rows_of_step(a.of_inputs, t),
+      waits, [&](int i) { return share.first + i; },
       [&](int b, int f, const auto& sum) {
         if (to < 0) return void(*at<float>(a.grad_feed, b, f) = sum(0));
         float* const grad = at<float>(rows_of_step(a.grad_fed, to), b, f);
@@ -162,20 +164,21 @@ __device__ inline void multiply_fed(const PersistentBackward& a, const LoopRoom&
 
 // The sums of a column: see QueryPart.
 struct QuerySums {
-  float around, slopes;
+  float centred, slopes;
 };
 
 // Return the sums of column c over a part's keys; `terms` are P_j (x_j - m).
 template <Score S>
-__device__ QuerySums sum_keys(const LoopRoom& room, const Rows<float>& key, float q, int c) {
-  float around = 0, slopes = 0;
+__device__ QuerySums sum_keys(const BlockBuffers& buffers, const Rows<float>& key, float q, int c) {
+  float centred = 0, slopes = 0;
 #pragma unroll 1
-  for (int j = 0; j < key.count; j += kUnderWay) {
-    float k[kUnderWay];
+  for (int j = 0; j < key.count; j += kLoadsInFlight) {
+    float k[kLoadsInFlight];
 #pragma unroll
-    for (int i = 0; i < kUnderWay; ++i) k[i] = j + i < key.count ? key.data[(j + i) * key.stride + c] : 0;
+    for (int i = 0; i < kLoadsInFlight; ++i)
+      k[i] = j + i < key.count ? key.data[(j + i) * key.stride + c] : 0;
 #pragma unroll
-    for (int i = 0; i < kUnderWay; ++i) {
+    for (int i = 0; i < kLoadsInFlight; ++i) {
       float s = k[i];
       if constexpr (S == Score::tanh) {
         const float t = tanh(q + k[i]);
@@ -183,51 +186,52 @@ __device__ QuerySums sum_keys(const LoopRoom& room, const Rows<float>& key, floa
       } else if constexpr (S != Score::dot) {
         s = times_slope<S, float>(1.f, activation<S, float>(q + k[i]));
       }
-      const bool sees = room.shares()[j + i] != 0;  // a hidden key may be NaN
-      around += sees ? room.terms()[j + i] * s : 0;
-      slopes += sees ? room.shares()[j + i] * s : 0;
+      const bool sees = buffers.shares()[j + i] != 0;  // a hidden key may be NaN
+      centred += sees ? buffers.terms()[j + i] * s : 0;
+      slopes += sees ? buffers.shares()[j + i] * s : 0;
     }
   }
-  return {around, slopes};
+  return {centred, slopes};
 }
 
-// Run attention's backward at step t, for the part of a sequence of n keys that a block takes, and
-// store the query's gradient in row `to`.
-__device__ inline void attend_backward(const PersistentBackward& a, const LoopRoom& room, int b, int n,
-                                       int t, int to) {
+// Run attention's backward at step t, for a block's part of sequence b, which has n keys, and store
+// the query's gradient in row `to`.
+__device__ inline void attend_backward(const PersistentBackward& a, const BlockBuffers& buffers, int b,
+                                       int n, int t, int to) {
   const Backward& given = a.attends;
   const int lane = threadIdx.x % 32, parts = a.parts_of_row, part = blockIdx.x % parts;
   const Tile tile = {b, 0, 0, t};
-  const auto [seen, column, key, value] = own_keys(given, room, tile, n, part, parts);
-  const int keys = key.count, padded = (keys + kUnderWay - 1) / kUnderWay * kUnderWay;
+  const auto [seen, column, key, value] = own_keys(given, buffers, tile, n, part, parts);
+  const int keys = key.count, padded = (keys + kLoadsInFlight - 1) / kLoadsInFlight * kLoadsInFlight;
   float* const grad_score = at<float>(given.grad_score, tile, t);
   clear_unseen(given, seen, part, parts, grad_score);
   const float* const weights = at<float>(given.weights, tile, t) + column;
   const float* const more =
       given.grad_weights.data ? at<float>(given.grad_weights, tile, t) + column : nullptr;
   __syncthreads();  // the terms of the previous sequence have been read
-  for (int j = threadIdx.x; j < padded; j += kLoopThreads) room.shares()[j] = j < keys ? weights[j] : 0;
+  for (int j = threadIdx.x; j < padded; j += kLoopThreads) buffers.shares()[j] = j < keys ? weights[j] : 0;
   score_own_keys<Score::dot>(at<float>(given.grad_context, tile, t), nullptr, value, given.Dv,
-                             [&](int j, float x) { room.scores()[j] = more ? x + more[j] : x; });
+                             [&](int j, float x) { buffers.scores()[j] = more ? x + more[j] : x; });
   __syncthreads();
   float mass = 0;
   QueryPart own = {};
   for (int j = lane; j < keys; j += 32)
-    if (const float p = room.shares()[j]; p != 0) mass += p, own.product += p * room.scores()[j];
+    if (const float p = buffers.shares()[j]; p != 0) mass += p, own.product += p * buffers.scores()[j];
   mass = of_warp<Add>(mass);
   own.product = of_warp<Add>(own.product);
   own.mean = mass == 0 ? 0 : own.product / mass;
   if (threadIdx.x < 32)
     for (int j = lane; j < padded; j += 32)
-      room.terms()[j] = room.shares()[j] == 0 ? 0 : room.shares()[j] * (room.scores()[j] - own.mean);
+      buffers.terms()[j] =
+          buffers.shares()[j] == 0 ? 0 : buffers.shares()[j] * (buffers.scores()[j] - own.mean);
   __syncthreads();
   const float* const q = at<float>(given.query, tile, t);
   const auto sums = [&, key = key](int c) {
     switch (given.score) {
-      case Score::dot: return sum_keys<Score::dot>(room, key, q[c], c);
-      case Score::tanh: return sum_keys<Score::tanh>(room, key, q[c], c);
-      case Score::relu: return sum_keys<Score::relu>(room, key, q[c], c);
-      default: return sum_keys<Score::leaky_relu>(room, key, q[c], c);
+      case Score::dot: return sum_keys<Score::dot>(buffers, key, q[c], c);
+      case Score::tanh: return sum_keys<Score::tanh>(buffers, key, q[c], c);
+      case Score::relu: return sum_keys<Score::relu>(buffers, key, q[c], c);
+      default: return sum_keys<Score::leaky_relu>(buffers, key, q[c], c);
     }
   };
   const float* const w = given.score == Score::dot ? nullptr : at<float>(given.score_vector, tile, 0);
@@ -238,14 +242,14 @@ __device__ inline void attend_backward(const PersistentBackward& a, const LoopRo
   if (parts == 1) {
     for (int c = threadIdx.x; c < given.A; c += kLoopThreads) {
       const QuerySums sum = sums(c);
-      put(c, sum.around + (own.mean - mean) * sum.slopes);
+      put(c, sum.centred + (own.mean - mean) * sum.slopes);
     }
   } else {
     const int width = given.A;
     float* const out = at<float>(a.parts, tile, part);
     for (int c = threadIdx.x; c < width; c += kLoopThreads) {
       const QuerySums sum = sums(c);
-      out[c] = sum.around, out[width + c] = sum.slopes;
+      out[c] = sum.centred, out[width + c] = sum.slopes;
     }
     const auto end = [&](int i) {
       return reinterpret_cast<QueryPart*>(at<float>(a.parts, tile, i) + 2 * width);
@@ -266,25 +270,26 @@ __device__ inline void attend_backward(const PersistentBackward& a, const LoopRo
     }
   }
   for (int j = threadIdx.x; j < keys; j += kLoopThreads)
-    grad_score[column + j] = room.shares()[j] == 0 ? 0 : room.shares()[j] * (room.scores()[j] - mean);
+    grad_score[column + j] =
+        buffers.shares()[j] == 0 ? 0 : buffers.shares()[j] * (buffers.scores()[j] - mean);
 }
 
 __global__ void __launch_bounds__(kLoopThreads, 1) persistent_backward(const PersistentBackward a) {
   ATTNFAST_DYNAMIC_SHARED(Four, shared);
-  const LoopRoom room = room_of(a, a.sizes(gridDim.x), shared);
+  const BlockBuffers buffers = buffers_of(a, a.sizes(gridDim.x), shared);
   const auto share_of_group = [&](int all, int each) {
     const int group = blockIdx.x / a.blocks_of_group, first = group * each;
     return GroupShare{group, int(blockIdx.x) % a.blocks_of_group, first, max(0, min(each, all - first))};
   };
   const GroupShare units = share_of_group(a.H, a.units()), fed = share_of_group(a.F, a.fed_outputs());
-  const auto keep_weight = [&](const LoopWeight& w, int outputs, Four* to, const auto& column) {
+  const auto cache_weight = [&](const LoopWeight& w, int outputs, Four* to, const auto& column) {
     const int first = units.part * a.slice(w.inputs);
-    keep_columns(w, first, max(0, min(a.slice(w.inputs), w.inputs - first)), outputs, to, column);
+    cache_columns(w, first, max(0, min(a.slice(w.inputs), w.inputs - first)), outputs, to, column);
   };
-  keep_weight(a.state_weight, units.count * a.copies, room.state_weight,
-              [&](int i) { return i / units.count * a.H + units.first + i % units.count; });
-  keep_weight(a.fed_weight, fed.count, room.fed_weight, [&](int i) { return fed.first + i; });
-  keep_memory(a, a.attends, room);
+  cache_weight(a.state_weight, units.count * a.copies, buffers.state_weight,
+               [&](int i) { return i / units.count * a.H + units.first + i % units.count; });
+  cache_weight(a.fed_weight, fed.count, buffers.fed_weight, [&](int i) { return fed.first + i; });
+  cache_memory(a, a.attends, buffers);
   const int n = keys_of_first(a, a.attends);
   unsigned turn = 0, waits = 0;
   const auto wait = [&] { wait_for_all(a.arrivals, ++turn * gridDim.x); };
@@ -299,18 +304,18 @@ __global__ void __launch_bounds__(kLoopThreads, 1) persistent_backward(const Per
     if (t == 0 && !a.attends_first) break;
     if (t < a.T || !a.attends_first) {
       for_own_sequences(a, a.attends, n, [&](int b, int keys) {
-        attend_backward(a, room, b, keys, a.attends_first ? t : t - 1, t);
+        attend_backward(a, buffers, b, keys, a.attends_first ? t : t - 1, t);
       });
       wait();
     }
     if (t == 0) break;
     switch (a.cell) {
-      case Cell::tanh: run_cells_backward<Cell::tanh>(a, room, units, t - 1, waits); break;
-      case Cell::gru: run_cells_backward<Cell::gru>(a, room, units, t - 1, waits); break;
-      case Cell::lstm: run_cells_backward<Cell::lstm>(a, room, units, t - 1, waits);
+      case Cell::tanh: run_cells_backward<Cell::tanh>(a, buffers, units, t - 1, waits); break;
+      case Cell::gru: run_cells_backward<Cell::gru>(a, buffers, units, t - 1, waits); break;
+      case Cell::lstm: run_cells_backward<Cell::lstm>(a, buffers, units, t - 1, waits);
     }
     wait();
-    multiply_fed(a, room, fed, t - 1, waits);
+    multiply_fed(a, buffers, fed, t - 1, waits);
     wait();
   }
 }

@@ -1,9 +1,10 @@
-// The forward of a recurrent layer with attention in one launch. Between two waits
-//   products of the state: a block takes some rows of the concatenated parameters (recurrent_loop.h);
+// The forward of a recurrent layer with attention in one launch. The phases of a step, with a
+// wait of all blocks after each, are
+//   products of the state: a block computes some rows of the concatenated parameters (recurrent_loop.h);
 //   attention: the blocks divide the sequences and, if there are fewer sequences than blocks, the keys
-//     of each, whose parts the blocks of a sequence join;
-//   cell: a block takes some units of all sequences, the product of their gates with the fed vector and
-//     then the cell.
+//     of each; the blocks of a sequence then join its parts;
+//   cell: a block computes some units of all sequences, first the product of the fed vector with the
+//     weights of their gates, then the cell.
 #pragma once
 #include "persistent.cuh"
 
@@ -27,20 +28,21 @@ struct PersistentForward : PersistentLayer {
   }
 };
 
-// The rows of the weights that a block takes.
+// The part of the weights' rows that a block multiplies.
 struct LoopShare {
   int units, first_unit, outputs, first_output;
 };
 
-// Compute the products of the state before step t.
-__device__ inline void multiply_state(const PersistentForward& a, const LoopRoom& room,
+// Fill a block's columns of row t of state_products from the state before step t.
+__device__ inline void multiply_state(const PersistentForward& a, const BlockBuffers& buffers,
                                       const LoopShare& share, int t) {
   const Rows2 state = a.seen.data ? a.seen : t ? rows_of_step(a.states, t - 1) : a.hidden;
   const Rows<float> x = {static_cast<const float*>(state.data), state.stride, a.B};
   const Rows2 out = rows_of_step(a.state_products, t);
   const int row = threadIdx.x / kTileOutputs;  // a row's outputs are stored together
   multiply(
-      room, room.state_weight, share.outputs, kTileOutputs, a.state_weight.inputs, x, [](int) { return 0; },
+      buffers, buffers.state_weight, share.outputs, kTileOutputs, a.state_weight.inputs, x,
+      [](int) { return 0; },
       [&](int b0, int, const LoopSums& sums) {
         for (int i = threadIdx.x % kTileOutputs; b0 + row < x.count && i < share.outputs;
              i += kTileOutputs) {
@@ -52,7 +54,8 @@ __device__ inline void multiply_state(const PersistentForward& a, const LoopRoom
 
 // Run the cell at step t.
 template <Cell K>
-__device__ void run_cells(const PersistentForward& a, const LoopRoom& room, const LoopShare& share, int t) {
+__device__ void run_cells(const PersistentForward& a, const BlockBuffers& buffers, const LoopShare& share,
+                          int t) {
   constexpr int gates = KnownCell<K>::gates, units = kTileOutputs / gates;
   const bool fed_now = a.attends_first || t;
   const Rows2 fed = fed_now ? rows_of_step(a.fed, a.attends_first ? t : t - 1) : a.feed;
@@ -76,8 +79,8 @@ __device__ void run_cells(const PersistentForward& a, const LoopRoom& room, cons
   const int row = threadIdx.x / share.units, unit = threadIdx.x % share.units, i = share.first_unit + unit;
   const auto takes = [&](int b0) { return row < min(kTileRows, x.count - b0); };
   multiply(
-      room, room.fed_weight, share.units * gates, units * gates, fed.data ? a.fed_weight.inputs : 0, x,
-      [&](int b0) { return takes(b0) ? read_unit<float, K>(step, b0 + row, i) : UnitInputs<float>{}; },
+      buffers, buffers.fed_weight, share.units * gates, units * gates, fed.data ? a.fed_weight.inputs : 0,
+      x, [&](int b0) { return takes(b0) ? read_unit<float, K>(step, b0 + row, i) : UnitInputs<float>{}; },
       [&](int b0, UnitInputs<float> in, const LoopSums& sums) {
         if (!takes(b0)) return;
         for (int gate = 0; gate < gates; ++gate) in.of_input[gate] += sums(unit * gates + gate, row);
@@ -85,14 +88,14 @@ __device__ void run_cells(const PersistentForward& a, const LoopRoom& room, cons
       });
 }
 
-// Run attention at step t with the query of row `from`, for the part of a sequence of n keys that a
-// block takes.
-__device__ inline void attend(const PersistentForward& a, const LoopRoom& room, int b, int n, int t,
+// Run attention at step t for a block's part of sequence b, which has n keys. The query is in row
+// `from`.
+__device__ inline void attend(const PersistentForward& a, const BlockBuffers& buffers, int b, int n, int t,
                               int from) {
   const Forward& given = a.attends;
   const int lane = threadIdx.x % 32, parts = a.parts_of_row, part = blockIdx.x % parts;
   const Tile tile = {b, 0, 0, t};
-  const auto [seen, column, key, value] = own_keys(given, room, tile, n, part, parts);
+  const auto [seen, column, key, value] = own_keys(given, buffers, tile, n, part, parts);
   const int keys = key.count;
   float* const weights = at<float>(given.weights, tile, t);
   clear_unseen(given, seen, part, parts, weights);
@@ -103,18 +106,18 @@ __device__ inline void attend(const PersistentForward& a, const LoopRoom& room, 
   const float* w = given.score == Score::dot ? nullptr : at<float>(given.score_vector, tile, 0);
   by_score_on_device(given.score, [&, column = column](auto known) {
     score_own_keys<decltype(known)::score>(q, w, key, given.A, [&](int j, float s) {
-      room.scores()[j] = finish_score<float>(given, tile, t, column + j, s, kLeast<float>);
+      buffers.scores()[j] = finish_score<float>(given, tile, t, column + j, s, kLeast<float>);
     });
   });
   __syncthreads();
   SoftmaxPart<float> all = {-INFINITY, 0, {}};
-  for (int j = lane; j < keys; j += 32) all.top = fmax(all.top, room.scores()[j]);
+  for (int j = lane; j < keys; j += 32) all.top = fmax(all.top, buffers.scores()[j]);
   all.top = of_warp<Max>(all.top);
   if (all.top == -INFINITY) all.top = 0;
-  for (int j = lane; j < (keys + kUnderWay - 1) / kUnderWay * kUnderWay; j += 32) {
-    const float p = j < keys ? exp(room.scores()[j] - all.top) : 0;
+  for (int j = lane; j < (keys + kLoadsInFlight - 1) / kLoadsInFlight * kLoadsInFlight; j += 32) {
+    const float p = j < keys ? exp(buffers.scores()[j] - all.top) : 0;
     all.mass += p;
-    if (threadIdx.x < 32) room.shares()[j] = p;
+    if (threadIdx.x < 32) buffers.shares()[j] = p;
   }
   all.mass = of_warp<Add>(all.mass);
   __syncthreads();
@@ -122,13 +125,14 @@ __device__ inline void attend(const PersistentForward& a, const LoopRoom& room, 
   const auto weighted_sum = [&, value = value, keys = keys](int c) {
     float sum = 0;
 #pragma unroll 1
-    for (int j = 0; j < keys; j += kUnderWay) {
-      float v[kUnderWay];
+    for (int j = 0; j < keys; j += kLoadsInFlight) {
+      float v[kLoadsInFlight];
 #pragma unroll
-      for (int i = 0; i < kUnderWay; ++i) v[i] = j + i < keys ? value.data[(j + i) * value.stride + c] : 0;
+      for (int i = 0; i < kLoadsInFlight; ++i)
+        v[i] = j + i < keys ? value.data[(j + i) * value.stride + c] : 0;
 #pragma unroll
-      for (int i = 0; i < kUnderWay; ++i) {  // a hidden value may be NaN
-        const float p = room.shares()[j + i];
+      for (int i = 0; i < kLoadsInFlight; ++i) {  // a hidden value may be NaN
+        const float p = buffers.shares()[j + i];
         sum += p == 0 ? 0 : p * v[i];
       }
     }
@@ -159,55 +163,58 @@ __device__ inline void attend(const PersistentForward& a, const LoopRoom& room, 
     if (all.top == -INFINITY) all.top = 0;
     const float faded = mine.faded(all.top);
     all.mass = of_warp<Add>(mine.mass * faded);
-    if (threadIdx.x < kMostParts) room.shares()[lane] = faded;
+    if (threadIdx.x < kMostParts) buffers.shares()[lane] = faded;
     __syncthreads();
     for (; c < last; c += kLoopThreads, load_column()) {
       float sum = 0;
 #pragma unroll
-      for (int i = 0; i < kMostParts; ++i) sum += room.shares()[i] * of_part[i];
+      for (int i = 0; i < kMostParts; ++i) sum += buffers.shares()[i] * of_part[i];
       put_context<float>(given, a.added, tile, c, sum * all.share());
     }
   }
   const float factor = all.share();
   for (int j = threadIdx.x; j < keys; j += kLoopThreads)
-    weights[column + j] = room.scores()[j] == -INFINITY ? 0 : exp(room.scores()[j] - all.top) * factor;
+    weights[column + j] =
+        buffers.scores()[j] == -INFINITY ? 0 : exp(buffers.scores()[j] - all.top) * factor;
 }
 
 __global__ void __launch_bounds__(kLoopThreads, 1) persistent_forward(const PersistentForward a) {
   ATTNFAST_DYNAMIC_SHARED(Four, shared);
-  const LoopRoom room = room_of(a, a.sizes(gridDim.x), shared);
+  const BlockBuffers buffers = buffers_of(a, a.sizes(gridDim.x), shared);
   LoopShare share;
   const int units = share_of_block(a.H, gridDim.x), outputs = share_of_block(a.state_rows, gridDim.x);
   share.first_unit = blockIdx.x * units;
   share.first_output = blockIdx.x * outputs;
   share.units = max(0, min(units, a.H - share.first_unit));
   share.outputs = max(0, min(outputs, a.state_rows - share.first_output));
-  const auto keep_weight = [&](const LoopWeight& w, int rows, Four* to, const auto& row) {
-    keep(rows, w.inputs, pitch_of(fours_of(w.inputs)), to, [&](int i) { return w.data + row(i) * w.row; });
+  const auto cache_weight = [&](const LoopWeight& w, int rows, Four* to, const auto& row) {
+    copy_padded(rows, w.inputs, pitch_of(fours_of(w.inputs)), to,
+                [&](int i) { return w.data + row(i) * w.row; });
   };
-  keep_weight(a.fed_weight, share.units * a.gates, room.fed_weight,
-              [&](int i) { return int64_t{i % a.gates} * a.H + share.first_unit + i / a.gates; });
-  keep_weight(a.state_weight, share.outputs, room.state_weight,
-              [&](int i) { return int64_t{share.first_output} + i; });
-  keep_memory(a, a.attends, room);
+  cache_weight(a.fed_weight, share.units * a.gates, buffers.fed_weight,
+               [&](int i) { return int64_t{i % a.gates} * a.H + share.first_unit + i / a.gates; });
+  cache_weight(a.state_weight, share.outputs, buffers.state_weight,
+               [&](int i) { return int64_t{share.first_output} + i; });
+  cache_memory(a, a.attends, buffers);
   __syncthreads();
   const int n = keys_of_first(a, a.attends);
   unsigned turn = 0;
   const auto wait = [&] { wait_for_all(a.arrivals, ++turn * gridDim.x); };
   for (int t = 0; t <= a.T; ++t) {  // attention of step t, or of the step before with the new state
     if (t == a.T && a.attends_first) break;
-    multiply_state(a, room, share, t);
+    multiply_state(a, buffers, share, t);
     wait();
     if (a.attends_first || t) {
-      for_own_sequences(a, a.attends, n,
-                        [&](int b, int keys) { attend(a, room, b, keys, a.attends_first ? t : t - 1, t); });
+      for_own_sequences(a, a.attends, n, [&](int b, int keys) {
+        attend(a, buffers, b, keys, a.attends_first ? t : t - 1, t);
+      });
       wait();
     }
     if (t == a.T) break;
     switch (a.cell) {
-      case Cell::tanh: run_cells<Cell::tanh>(a, room, share, t); break;
-      case Cell::gru: run_cells<Cell::gru>(a, room, share, t); break;
-      case Cell::lstm: run_cells<Cell::lstm>(a, room, share, t);
+      case Cell::tanh: run_cells<Cell::tanh>(a, buffers, share, t); break;
+      case Cell::gru: run_cells<Cell::gru>(a, buffers, share, t); break;
+      case Cell::lstm: run_cells<Cell::lstm>(a, buffers, share, t);
     }
     wait();
   }

@@ -224,15 +224,16 @@ PersistentLayer persistent_layer(const Layer& a, const StateParameters& of, cons
   return call;
 }
 
-// Return true if the kernels of all steps compute such a layer.
+// Return true if the kernels that run all steps in one launch support the layer.
 template <class Layer>
 bool runs_at_once(const Layer& a) {
   return a.attends && a.dtype == Dtype::f32 && a.T && 0 < a.B && a.B <= kMostSequences;
 }
 
-// Run `kernel` if its blocks fit on the device; return true if so. As much as fits stays in shared
-// memory: weights and keys and values, or weights, or neither. `part` is the size of a sequence's part,
-// and fits(blocks) is true if so many blocks can do it.
+// Run `kernel` if its blocks can run at once; return true if so. Shared memory holds the weights, keys and
+// values, if that fits and every sequence has a block of its own; else the weights; else neither. `part`
+// is the number of elements of a sequence's part. fits(blocks) returns true if the products of a block
+// are not too wide for its warps.
 template <class Loop, class Call, class Fits>
 bool launch_at_once(const Loop& loop, Call& call, void (*kernel)(Call), int64_t part, const Fits& fits) {
   const Problem& attends = call.attends;
@@ -245,14 +246,14 @@ bool launch_at_once(const Loop& loop, Call& call, void (*kernel)(Call), int64_t 
   };
   const auto blocks_with = [&](bool weights, bool memory) {
     has_weights = weights;
-    call.keeps_memory = memory;
+    call.caches_memory = memory;
     return loop.launch.blocks_at_once(kernel, kLoopThreads, bytes);
   };
   int blocks = attends.key_bounds.data ? 0 : blocks_with(true, true);
   if (blocks < attends.B) blocks = blocks_with(true, false);
   if (!blocks) blocks = blocks_with(false, false);
   if (!blocks || !fits(blocks) || tiles(attends.Tk, call.parts_of_row) > kLoopKeys) return false;
-  const auto room = [&](int64_t numbers) { return loop.launch.template scratch<float>(numbers); };
+  const auto room = [&](int64_t elements) { return loop.launch.template scratch<float>(elements); };
   if (!has_weights) call.weights = room(int64_t{4} * blocks * call.sizes(blocks).weights());
   call.parts = {room(attends.B * call.parts_of_row * part), call.parts_of_row * part, 0, part};
   call.arrivals = loop.launch.zeros(kArrival * (attends.B + blocks + 1));
@@ -325,7 +326,7 @@ class ForwardLoop {
     }
   }
 
-  // Run all steps in one launch, if the weights and the parts fit; return true if so.
+  // Run all steps in one launch if the kernel supports the layer; return true if so.
   bool run_at_once() {
     if (!runs_at_once(a) || (of_context && !projected)) return false;
     const Optional feed = loop.side_by_side(given.feed);
@@ -358,6 +359,7 @@ class ForwardLoop {
       return tiles(H, blocks) <= kLoopWarps && tiles(of.all, blocks) <= kLoopWarps * kTileOutputs;
     });
   }
+
   // Fill row t of `state_products`.
   void multiply_state(int64_t t) {
     const Tensor state = seen ? *seen : t ? step(made.states, t - 1, 0, H) : hidden;
@@ -551,7 +553,7 @@ class BackwardLoop {
     }
   }
 
-  // Run all steps in one launch; return true if so.
+  // Run all steps in one launch if the kernel supports the layer; return true if so.
   bool run_at_once() {
     if (!runs_at_once(a) || (of_context && !projected)) return false;
     PersistentBackward call{persistent_layer(a, of, state_products)};

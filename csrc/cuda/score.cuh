@@ -118,7 +118,7 @@ __device__ void factor_rows(const Problem& a, const Factored& out, int block) {
     const int64_t c = first + 4 * lane;
     float w[4], total, x[kRows][4];
     if (!keys) load(at<T>(a.score_vector, tile, 0) + c, false, a.A - c, w);
-    const auto load_rows = [&](auto whole) {  // past the last row, the last again
+    const auto load_rows = [&](auto whole) {  // past the last row, load the last one again
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
         const int row = min(warp * kRows + r, rows.count - 1);
@@ -147,10 +147,10 @@ __device__ void factor_rows(const Problem& a, const Factored& out, int block) {
         near.x[i] = x[r][i];
         most[r] = fmax(most[r], fabs(x[r][i]));  // ignores NaN
         const float finite = fabs(x[r][i]) <= kFactoredEachLimit ? x[r][i] : NAN;
-        e.x[i] = expf(2 * finite);  // also if NaN: a branch would cost more
+        e.x[i] = expf(2 * finite);  // a NaN is not skipped: a branch would cost more
         if (!keys && i % 2) e.x[i] *= w[i];
       }
-      // offsets in fours, because the compiler divides a store whose alignment it cannot derive
+      // an index of Quads, because the compiler splits a store whose alignment it cannot derive
       auto* const place = reinterpret_cast<Quad<float>*>(at<float>(to, tile, tile.row + row)) + c / 4;
       *place = e;
       if (most[r] <= kSmallTanhLimit) place[a.B * to.batch / 4] = near;

@@ -145,7 +145,8 @@ struct SoftmaxPart {
   __device__ C share() const { return share_of(top, mass); }
 };
 
-// Join the blocks' parts of a row; `factor` becomes that of each block's exponentials.
+// Join the blocks' parts of a row, and set factor[i] to the factor by which block i's exponentials are
+// multiplied.
 template <class C>
 __device__ SoftmaxPart<C> join(const SoftmaxPart<C>& mine, C (&factor)[kMostBlocks]) {
   SoftmaxPart<C> all = {-INFINITY, 0, {}};
@@ -374,7 +375,7 @@ int64_t step_blocks(const Problem& a, const Launch& launch, Kernel kernel) {
   return tiles(keys, min(rounds * kRound, int64_t{kStepKeys}));
 }
 
-// Allocate the parts of every row, each with the context's columns and an End.
+// Allocate the parts of every row, each with the context's columns and a SoftmaxPart.
 template <class C, class Launch>
 View room_for_parts(const Problem& a, int64_t count, const Launch& launch) {
   const int64_t row = a.Dv + int64_t{sizeof(SoftmaxPart<C>) / sizeof(C)};

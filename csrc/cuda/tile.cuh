@@ -61,8 +61,8 @@ __device__ C small_tanh(C x) {
   return x + x * u * (((p * u - C(0.0538523323)) * u + C(0.1333222102)) * u - C(0.3333329736));
 }
 
-// Add the product of matrices a [16, 8] and b [8, 8] to d, on tensor cores, from numbers of 11 bits;
-// the lanes of a warp hold them as mma.m16n8k8 has it.
+// Add the product of matrices a [16, 8] and b [8, 8] to d, on tensor cores, which read significands of
+// 11 bits (tf32). The lanes of a warp hold the elements as PTX defines it for mma.m16n8k8.
 __device__ inline void multiply_add(float (&d)[4], const float (&a)[4], const float (&b)[2]) {
 #if defined(__CUDACC__)
   const auto bits = [](float x) { return __float_as_uint(x); };

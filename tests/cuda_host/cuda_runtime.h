@@ -207,8 +207,9 @@ inline unsigned __ballot_sync(unsigned, bool vote) {
   __syncwarp();
   return lanes;
 }
-// mma.m16n8k8 of tf32: lane l has rows l / 4 and l / 4 + 8 of a, in columns l % 4 and l % 4 + 4; column
-// l / 4 of b in these rows; and of d these rows in columns 2 (l % 4) and 2 (l % 4) + 1. The sum is rounded
+// mma.m16n8k8 of tf32: lane l has rows l / 4 and l / 4 + 8 of a, in columns l % 4 and l % 4 + 4; rows
+// l % 4 and l % 4 + 4 of b, in column l / 4; and rows l / 4 and l / 4 + 8 of d, in columns 2 (l % 4) and
+// 2 (l % 4) + 1. The sum is rounded
 // towards 0.
 inline void multiply_add_on_host(float (&d)[4], const float (&a)[4], const float (&b)[2]) {
   const unsigned lane = threadIdx.x % 32, row = lane / 4, column = lane % 4;
@@ -251,7 +252,8 @@ inline void free_fibers() {
 
 inline int most_together = 8;  // blocks of a cluster; without any, 1
 inline int places = 8;         // blocks that run at once
-// Of which each runs a block of a launch at once, and the dynamic shared memory that a block may have.
+// Multiprocessors, each of which runs one block of a cooperative launch, or 0 if the device has no such
+// launch; and the bytes of dynamic shared memory that a block may have.
 inline int multiprocessors = 0, shared_memory = 0;
 // The dynamic shared memory of a block.
 inline thread_local std::vector<double> dynamic_shared;

@@ -83,8 +83,8 @@ STABLE_TORCH_LIBRARY_IMPL(attnfast_cuda, CPU, m) {
 }
 }  // namespace attnfast
 
-// For the tests: how many blocks a cluster may have, how many run at once, and how many kernels ran since
-// the last question.
+// For the tests: set the number of blocks of a cluster, of multiprocessors with a block's bytes of shared
+// memory, and of blocks that run at once; return the number of launches since the previous call.
 extern "C" void set_most_together(int blocks) { most_together = blocks; }
 extern "C" void set_multiprocessors(int blocks, int bytes) {
   multiprocessors = blocks, shared_memory = bytes;
