@@ -69,15 +69,16 @@ class Launch {
   // time, else 0. With n blocks, each has bytes(n) bytes of dynamic shared memory.
   template <class Shared, class... Args>
   int blocks_at_once(void (*kernel)(Args...), int threads, const Shared& bytes) const {
-    int cooperative = 0, most = 0, processors = 0, blocks = 0;
+    int major = 0, cooperative = 0, most = 0, processors = 0, blocks = 0;
     const auto read = [&](int& value, cudaDeviceAttr attribute) {
       check(cudaDeviceGetAttribute(&value, attribute, device.index()));
     };
+    read(major, cudaDevAttrComputeCapabilityMajor);  // from 8 on, tensor cores multiply tf32
     read(cooperative, cudaDevAttrCooperativeLaunch);
     read(most, cudaDevAttrMaxSharedMemoryPerBlockOptin);
     read(processors, cudaDevAttrMultiProcessorCount);
     const int64_t shared = bytes(processors);
-    if (!cooperative || shared > most) return 0;
+    if (major < 8 || !cooperative || shared > most) return 0;
     // As much as any launch may take, because other threads launch the kernel too.
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most));
     check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, threads, shared));
@@ -85,8 +86,9 @@ class Launch {
   }
 
   // Run a cooperative launch, whose blocks may wait for each other; `blocks` is from blocks_at_once.
+  // Return false if a process that may use only a part of the device has no room for them.
   template <class... Args>
-  void at_once(void (*kernel)(Args...), int blocks, int threads, int64_t shared,
+  bool at_once(void (*kernel)(Args...), int blocks, int threads, int64_t shared,
                const Args&... args) const {
     cudaLaunchAttribute cooperative{};
     cooperative.id = cudaLaunchAttributeCooperative;
@@ -98,7 +100,13 @@ class Launch {
     config.stream = stream;
     config.attrs = &cooperative;
     config.numAttrs = 1;
-    check(cudaLaunchKernelEx(&config, kernel, args...));
+    const cudaError_t error = cudaLaunchKernelEx(&config, kernel, args...);
+    if (error == cudaErrorCooperativeLaunchTooLarge) {
+      cudaGetLastError();
+      return false;
+    }
+    check(error);
+    return true;
   }
 
   // Return the number of blocks of the largest cluster, up to kMostBlocks: 1 if the device has

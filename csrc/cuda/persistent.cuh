@@ -83,20 +83,21 @@ struct BlockBuffers {
 
 // The sizes of BlockBuffers, in Fours.
 struct LoopSizes {
-  int fed_weight, state_weight, keys, values;
+  int fed_weight, state_weight;
+  int64_t keys, values;
 
   __host__ __device__ LoopSizes(const PersistentLayer& a, const Problem& attends, int fed_outputs,
                                 int fed_inputs, int state_outputs, int state_inputs) {
     fed_weight = fed_outputs * pitch_of(fours_of(fed_inputs));
     state_weight = state_outputs * pitch_of(fours_of(state_inputs));
-    const int cached = a.caches_memory ? share_of_block(attends.Tk, a.parts_of_row) : 0;
+    const int64_t cached = a.caches_memory ? share_of_block(attends.Tk, a.parts_of_row) : 0;
     keys = cached * fours_of(attends.A);
     values = cached * fours_of(attends.Dv);
   }
   __host__ __device__ int weights() const { return fed_weight + state_weight; }
   __host__ __device__ int64_t bytes(bool has_weights) const {
-    const int own = BlockBuffers::kX + 3 * BlockBuffers::kScores + keys + values;
-    return int64_t{16} * (own + (has_weights ? weights() : 0));
+    return 16 *
+           (BlockBuffers::kX + 3 * BlockBuffers::kScores + keys + values + (has_weights ? weights() : 0));
   }
 };
 
@@ -104,7 +105,7 @@ __device__ inline BlockBuffers buffers_of(const PersistentLayer& a, const LoopSi
   BlockBuffers buffers;
   buffers.x = shared;
   Four* next = shared + BlockBuffers::kX + 3 * BlockBuffers::kScores;
-  const auto take = [&](int fours) { return (next += fours) - fours; };
+  const auto take = [&](int64_t fours) { return (next += fours) - fours; };
   buffers.keys = a.caches_memory ? take(sizes.keys)->x : nullptr;
   buffers.values = a.caches_memory ? take(sizes.values)->x : nullptr;
   if (a.weights) next = static_cast<Four*>(a.weights) + blockIdx.x * int64_t{sizes.weights()};
@@ -146,7 +147,7 @@ static_assert(kLoopWarps * kTileOutputs * kSumsPitch <= 4 * BlockBuffers::kX);
 template <int N>
 __device__ void split(const float (&x)[N], float (&high)[N], float (&low)[N]) {
   for (int i = 0; i < N; ++i) {
-    high[i] = __int_as_float((__float_as_int(x[i]) + 0x1000) & ~0x1fff);
+    high[i] = __uint_as_float((__float_as_uint(x[i]) + 0x1000) & ~0x1fffu);
     low[i] = x[i] - high[i];
   }
 }

@@ -82,7 +82,7 @@ __device__ void multiply_split(const PersistentBackward& a, const BlockBuffers& 
   const int outputs = share.count * copies, own = max(0, min(slice, inputs - first));
   const Rows<float> rows = {static_cast<const float*>(x.data) + first, x.stride, a.B};
   multiply(
-      buffers, weight, outputs, kTileOutputs, x.data ? own : 0, rows, [](int) { return 0; },
+      buffers, weight, outputs, kTileOutputs, own, rows, [](int) { return 0; },
       [&](int b0, int, const LoopSums& sums) {
         for (int i = warp; b0 + lane < a.B && i < outputs; i += kLoopWarps)
           a.partial[(int64_t{share.part} * stride + column(i)) * a.B + b0 + lane] = sums(i, lane);

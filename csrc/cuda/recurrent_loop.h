@@ -257,8 +257,7 @@ bool launch_at_once(const Loop& loop, Call& call, void (*kernel)(Call), int64_t 
   if (!has_weights) call.weights = room(int64_t{4} * blocks * call.sizes(blocks).weights());
   call.parts = {room(attends.B * call.parts_of_row * part), call.parts_of_row * part, 0, part};
   call.arrivals = loop.launch.zeros(kArrival * (attends.B + blocks + 1));
-  loop.launch.at_once(kernel, blocks, kLoopThreads, bytes(blocks), call);
-  return true;
+  return loop.launch.at_once(kernel, blocks, kLoopThreads, bytes(blocks), call);
 }
 
 // ---- forward ------------------------------------------------------------------------------------

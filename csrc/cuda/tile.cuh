@@ -64,15 +64,15 @@ __device__ C small_tanh(C x) {
 // Add the product of matrices a [16, 8] and b [8, 8] to d, on tensor cores, which read significands of
 // 11 bits (tf32). The lanes of a warp hold the elements as PTX defines it for mma.m16n8k8.
 __device__ inline void multiply_add(float (&d)[4], const float (&a)[4], const float (&b)[2]) {
-#if defined(__CUDACC__)
+#if !defined(__CUDACC__)
+  multiply_add_on_host(d, a, b);
+#elif !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800  // see blocks_at_once
   const auto bits = [](float x) { return __float_as_uint(x); };
   asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
       "{%0,%1,%2,%3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(bits(a[0])), "r"(bits(a[1])), "r"(bits(a[2])), "r"(bits(a[3])), "r"(bits(b[0])),
         "r"(bits(b[1])));
-#else
-  multiply_add_on_host(d, a, b);
 #endif
 }
 

@@ -63,12 +63,12 @@ inline __nv_bfloat16 __float2bfloat16_rn(float x) {
   if (x != x) return {0x7fc0};
   return {static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16)};
 }
-inline int __float_as_int(float x) {
-  int bits;
+inline unsigned __float_as_uint(float x) {
+  unsigned bits;
   memcpy(&bits, &x, sizeof bits);
   return bits;
 }
-inline float __int_as_float(int bits) {
+inline float __uint_as_float(unsigned bits) {
   float x;
   memcpy(&x, &bits, sizeof x);
   return x;
@@ -214,7 +214,7 @@ inline unsigned __ballot_sync(unsigned, bool vote) {
 inline void multiply_add_on_host(float (&d)[4], const float (&a)[4], const float (&b)[2]) {
   const unsigned lane = threadIdx.x % 32, row = lane / 4, column = lane % 4;
   float (&of_a)[16][8] = warp().a, (&of_b)[8][8] = warp().b;
-  const auto narrow = [](float x) { return __int_as_float(__float_as_int(x) & ~0x1fff); };
+  const auto narrow = [](float x) { return __uint_as_float(__float_as_uint(x) & ~0x1fffu); };
   for (int i = 0; i < 4; ++i) of_a[row + i % 2 * 8][column + i / 2 * 4] = narrow(a[i]);
   for (int i = 0; i < 2; ++i) of_b[column + 4 * i][row] = narrow(b[i]);
   __syncwarp();
@@ -344,7 +344,7 @@ struct LaunchOnHost {
   }
 
   template <class... Args>
-  void at_once(void (*kernel)(Args...), int blocks, int many_threads, int64_t shared,
+  bool at_once(void (*kernel)(Args...), int blocks, int many_threads, int64_t shared,
                const Args&... args) const {
     ++launches;
     if (many_threads != kMostThreads) abort();
@@ -359,6 +359,7 @@ struct LaunchOnHost {
         });
         free_fibers();
       });
+    return true;
   }
 
   int most_together(...) const { return ::most_together; }
