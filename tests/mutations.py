@@ -2290,7 +2290,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
     ("csrc/cuda/persistent_backward.cuh", CUDA.format("all_steps_at_once")): {
         "run_cells_backward": [
             ("if (a.copies > 1) g +=", "if (a.copies > 2) g +="),
-            ("if (is_state) g +=", "if (false) g +="),
+            ("a.carried, a.mask, a.grad_state}", "a.carried, a.mask, {}}"),
         ],
         "multiply_fed": [
             ("return void(*at<float>(a.grad_feed, b, f) = sum(0));", "return;"),

@@ -397,7 +397,7 @@ WIDE_LAYERS = [
 LAYERS_AT_ONCE = [
     x
     for x in [*SMALL_LAYERS, *WIDE_LAYERS]
-    if x.dtype == torch.float32 and x.recurrence and x.B * x.T
+    if x.dtype == torch.float32 and x.recurrence and 0 < x.B * x.T * (x.Tk + 1) < 600
 ]
 
 
@@ -439,8 +439,10 @@ def test_sanitizers_when_steps_run_at_once(tmp_path):
 @pytest.mark.parametrize("score", ["dot", "tanh"])
 @pytest.mark.parametrize("recurrence", test_recurrent.RECURRENCES)
 def test_launches_of_all_steps_at_once(recurrence, score, recurrent, at_once, library):
+    if at_once != "all":
+        pytest.skip("how much fits in shared memory changes no number of launches")
     counts = []
-    for T in (2, 7):
+    for T in (2, 5):
         case = test_recurrent.Case("lstm", recurrence, score, T=T, terms=("lengths", "projection"))
         args = test_recurrent.call(case)
         library.take_launches()

@@ -40,6 +40,7 @@ struct PersistentLayer {
   int64_t* arrivals;   // counters of the grid and of groups of blocks, kArrival apart; 0 at first
   void* weights;       // global memory for the weights of all blocks if they do not fit in shared; or null
   bool caches_memory;  // shared memory has a block's keys and values, of one sequence
+  int blocks;          // of the grid
 };
 
 // ---- waiting ------------------------------------------------------------------------------------

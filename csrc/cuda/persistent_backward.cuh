@@ -25,27 +25,26 @@ struct QueryPart {
 
 struct PersistentBackward : PersistentLayer {
   Backward attends;  // its rows are the steps
-  View grad_query;   // a row of state_products, or the buffer of a query that is the state
+  View grad_query;   // a row of state_products, or grad_state, the same at every step
+  Rows2 grad_state;  // the gradient of a query that is the state, or absent
   // Transposed: a row for each input, and `inputs` is their number.
   LoopWeight fed_weight, state_weight;
-  int copies, groups, blocks_of_group;  // copies of a state in a row: see StateParameters
-  float* partial;                       // [blocks of a group, outputs, B]
+  int copies;      // of a state in a row: see StateParameters
+  float* partial;  // [blocks of a group, outputs, B]
   View grad_states, grad_cells_given, saved_gates, states, cells, of_inputs;
   View grad_fed, attentional;  // attentional: absent if the contexts are fed
   Rows2 hidden, first_cell, mask, carried, grad_cell, grad_feed;
   const int64_t* target_lengths;
 
-  __host__ __device__ void set_groups(int blocks) {
-    blocks_of_group = min(blocks, kMostSplit);
-    groups = blocks / blocks_of_group;
-  }
+  __host__ __device__ int blocks_of_group() const { return min(blocks, kMostSplit); }
+  __host__ __device__ int groups() const { return blocks / blocks_of_group(); }
   // Return the number of inputs that a block multiplies for its group's outputs.
   __host__ __device__ int slice(int inputs) const {
-    return 16 * share_of_block(fours_of(inputs) / 4, blocks_of_group);
+    return 16 * share_of_block(fours_of(inputs) / 4, blocks_of_group());
   }
-  __host__ __device__ int fed_outputs() const { return share_of_block(F, groups); }
-  __host__ __device__ int units() const { return share_of_block(H, groups); }
-  __host__ __device__ LoopSizes sizes(int) const {
+  __host__ __device__ int fed_outputs() const { return share_of_block(F, groups()); }
+  __host__ __device__ int units() const { return share_of_block(H, groups()); }
+  __host__ __device__ LoopSizes sizes() const {
     return LoopSizes(*this, attends, fed_outputs(), slice(fed_weight.inputs), units() * copies,
                      slice(state_weight.inputs));
   }
@@ -76,8 +75,8 @@ __device__ void multiply_split(const PersistentBackward& a, const BlockBuffers& 
                                const GroupShare& share, const Four* weight, int copies, int stride,
                                int inputs, const Rows2& x, unsigned& waits, const Column& column,
                                const Use& use) {
-  if (share.group >= a.groups) return;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, parts = a.blocks_of_group;
+  if (share.group >= a.groups()) return;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, parts = a.blocks_of_group();
   const int slice = a.slice(inputs), first = share.part * slice;
   const int outputs = share.count * copies, own = max(0, min(slice, inputs - first));
   const Rows<float> rows = {static_cast<const float*>(x.data) + first, x.stride, a.B};
@@ -111,30 +110,30 @@ template <Cell K>
 __device__ void run_cells_backward(const PersistentBackward& a, const BlockBuffers& buffers,
                                    const GroupShare& share, int t, unsigned& waits) {
   const Rows2 products = rows_of_step(a.state_products, t);
-  const CellStepBackward step = {a.B,
-                                 a.H,
-                                 t,
-                                 a.target_lengths,
-                                 rows_of_step(a.grad_states, t),
-                                 rows_of_step(a.grad_cells_given, t),
-                                 rows_of_step(a.saved_gates, t),
-                                 rows_of_step(a.states, t),
-                                 t ? rows_of_step(a.states, t - 1) : a.hidden,
-                                 rows_of_step(a.cells, t),
-                                 t ? rows_of_step(a.cells, t - 1) : a.first_cell,
-                                 {a.carried, a.mask, {}},
-                                 a.grad_cell,
-                                 rows_of_step(a.of_inputs, t),
-                                 {at<float>(products, 0, a.first_gate), products.stride}};
-  const bool is_state = a.grad_query.data && a.grad_query.row == 0;
+  const CellStepBackward step = {
+      .B = a.B,
+      .H = a.H,
+      .t = t,
+      .target_lengths = a.target_lengths,
+      .grad_state = rows_of_step(a.grad_states, t),
+      .grad_cell_given = rows_of_step(a.grad_cells_given, t),
+      .gates = rows_of_step(a.saved_gates, t),
+      .state = rows_of_step(a.states, t),
+      .before = t ? rows_of_step(a.states, t - 1) : a.hidden,
+      .cell = rows_of_step(a.cells, t),
+      .cell_before = t ? rows_of_step(a.cells, t - 1) : a.first_cell,
+      .reaching = {a.carried, a.mask, a.grad_state},
+      .grad_cell = a.grad_cell,
+      .of_input = rows_of_step(a.of_inputs, t),
+      .state_products = {at<float>(products, 0, a.first_gate), products.stride},
+  };
   multiply_split(
       a, buffers, share, buffers.state_weight, a.copies, a.copies * a.H, a.state_rows,
       rows_of_step(a.state_products, t + 1), waits,
       [&](int i) { return i / share.count * a.H + share.first + i % share.count; },
       [&](int b, int i, const auto& sum) {
-        float g = *at<float>(a.carried, b, i) + sum(0);
+        float g = step.reaching.sum<float>(b, i, a.H) + sum(0);
         if (a.copies > 1) g += sum(1) * *at<float>(a.mask, b, i);
-        if (is_state) g += static_cast<const float*>(a.grad_query.data)[b * a.grad_query.batch + i];
         run_unit_backward<float, K>(step, b, i, g);
       });
 }
@@ -276,10 +275,10 @@ __device__ inline void attend_backward(const PersistentBackward& a, const BlockB
 
 __global__ void __launch_bounds__(kLoopThreads, 1) persistent_backward(const PersistentBackward a) {
   ATTNFAST_DYNAMIC_SHARED(Four, shared);
-  const BlockBuffers buffers = buffers_of(a, a.sizes(gridDim.x), shared);
+  const BlockBuffers buffers = buffers_of(a, a.sizes(), shared);
   const auto share_of_group = [&](int all, int each) {
-    const int group = blockIdx.x / a.blocks_of_group, first = group * each;
-    return GroupShare{group, int(blockIdx.x) % a.blocks_of_group, first, max(0, min(each, all - first))};
+    const int group = blockIdx.x / a.blocks_of_group(), first = group * each;
+    return GroupShare{group, int(blockIdx.x) % a.blocks_of_group(), first, max(0, min(each, all - first))};
   };
   const GroupShare units = share_of_group(a.H, a.units()), fed = share_of_group(a.F, a.fed_outputs());
   const auto cache_weight = [&](const LoopWeight& w, int outputs, Four* to, const auto& column) {

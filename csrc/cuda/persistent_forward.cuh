@@ -21,8 +21,7 @@ struct PersistentForward : PersistentLayer {
   Rows2 hidden, first_cell, feed, bias_ih, mask, seen;
   const int64_t* target_lengths;
 
-  __host__ void set_groups(int) {}  // only the backward has groups
-  __host__ __device__ LoopSizes sizes(int blocks) const {
+  __host__ __device__ LoopSizes sizes() const {
     return LoopSizes(*this, attends, share_of_block(H, blocks) * gates, fed_weight.inputs,
                      share_of_block(state_rows, blocks), state_weight.inputs);
   }
@@ -59,21 +58,23 @@ __device__ void run_cells(const PersistentForward& a, const BlockBuffers& buffer
   constexpr int gates = KnownCell<K>::gates, units = kTileOutputs / gates;
   const bool fed_now = a.attends_first || t;
   const Rows2 fed = fed_now ? rows_of_step(a.fed, a.attends_first ? t : t - 1) : a.feed;
+  const Rows2 products = rows_of_step(a.state_products, t);
   const CellStep step = {
-      a.B,
-      a.H,
-      t,
-      a.target_lengths,
-      rows_of_step(a.input_sums, t),
-      a.bias_ih,
-      {at<float>(rows_of_step(a.state_products, t), 0, a.first_gate), a.state_products.batch},
-      t ? rows_of_step(a.states, t - 1) : a.hidden,
-      t ? rows_of_step(a.cells, t - 1) : a.first_cell,
-      a.mask,
-      rows_of_step(a.states, t),
-      rows_of_step(a.cells, t),
-      rows_of_step(a.saved_gates, t),
-      a.seen};
+      .B = a.B,
+      .H = a.H,
+      .t = t,
+      .target_lengths = a.target_lengths,
+      .of_input = rows_of_step(a.input_sums, t),
+      .bias_ih = a.bias_ih,
+      .state_products = {at<float>(products, 0, a.first_gate), products.stride},
+      .before = t ? rows_of_step(a.states, t - 1) : a.hidden,
+      .cell_before = t ? rows_of_step(a.cells, t - 1) : a.first_cell,
+      .mask = a.mask,
+      .state = rows_of_step(a.states, t),
+      .cell = rows_of_step(a.cells, t),
+      .gates = rows_of_step(a.saved_gates, t),
+      .seen = a.seen,
+  };
   const Rows<float> x = {static_cast<const float*>(fed.data), fed.stride, a.B};
   if (share.units == 0) return;
   const int row = threadIdx.x / share.units, unit = threadIdx.x % share.units, i = share.first_unit + unit;
@@ -180,7 +181,7 @@ __device__ inline void attend(const PersistentForward& a, const BlockBuffers& bu
 
 __global__ void __launch_bounds__(kLoopThreads, 1) persistent_forward(const PersistentForward a) {
   ATTNFAST_DYNAMIC_SHARED(Four, shared);
-  const BlockBuffers buffers = buffers_of(a, a.sizes(gridDim.x), shared);
+  const BlockBuffers buffers = buffers_of(a, a.sizes(), shared);
   LoopShare share;
   const int units = share_of_block(a.H, gridDim.x), outputs = share_of_block(a.state_rows, gridDim.x);
   share.first_unit = blockIdx.x * units;

@@ -241,8 +241,8 @@ bool launch_at_once(const Loop& loop, Call& call, void (*kernel)(Call), int64_t 
   const auto bytes = [&](int blocks) {
     const int64_t most = std::clamp<int64_t>(attends.Tk / 4, 1, kMostParts);
     call.parts_of_row = std::clamp<int64_t>(blocks / attends.B, 1, most);
-    call.set_groups(blocks);
-    return call.sizes(blocks).bytes(has_weights);
+    call.blocks = blocks;
+    return call.sizes().bytes(has_weights);
   };
   const auto blocks_with = [&](bool weights, bool memory) {
     has_weights = weights;
@@ -254,7 +254,7 @@ bool launch_at_once(const Loop& loop, Call& call, void (*kernel)(Call), int64_t 
   if (!blocks) blocks = blocks_with(false, false);
   if (!blocks || !fits(blocks) || tiles(attends.Tk, call.parts_of_row) > kLoopKeys) return false;
   const auto room = [&](int64_t elements) { return loop.launch.template scratch<float>(elements); };
-  if (!has_weights) call.weights = room(int64_t{4} * blocks * call.sizes(blocks).weights());
+  if (!has_weights) call.weights = room(int64_t{4} * blocks * call.sizes().weights());
   call.parts = {room(attends.B * call.parts_of_row * part), call.parts_of_row * part, 0, part};
   call.arrivals = loop.launch.zeros(kArrival * (attends.B + blocks + 1));
   return loop.launch.at_once(kernel, blocks, kLoopThreads, bytes(blocks), call);
@@ -569,7 +569,7 @@ class BackwardLoop {
       call.attends.grad_context = loop.view_at(state_products, 1, of.output);
     }
     call.grad_query = given.weight_query ? view(state_products) : view(grad_query);
-    if (!given.weight_query) call.grad_query.row = 0;
+    if (!given.weight_query) call.grad_query.row = 0, call.grad_state = loop.at(grad_query, 0);
     call.fed_weight = {floats(of_fed), of_fed.stride(0), int(gates)};
     call.state_weight = {floats(of.weight), of.weight.stride(0), int(of.all)};
     call.copies = of.copies;
