@@ -209,8 +209,7 @@ inline unsigned __ballot_sync(unsigned, bool vote) {
 }
 // mma.m16n8k8 of tf32: lane l has rows l / 4 and l / 4 + 8 of a, in columns l % 4 and l % 4 + 4; rows
 // l % 4 and l % 4 + 4 of b, in column l / 4; and rows l / 4 and l / 4 + 8 of d, in columns 2 (l % 4) and
-// 2 (l % 4) + 1. The sum is rounded
-// towards 0.
+// 2 (l % 4) + 1. The sum is rounded towards 0.
 inline void multiply_add_on_host(float (&d)[4], const float (&a)[4], const float (&b)[2]) {
   const unsigned lane = threadIdx.x % 32, row = lane / 4, column = lane % 4;
   float (&of_a)[16][8] = warp().a, (&of_b)[8][8] = warp().b;
