@@ -469,13 +469,16 @@ def test_a_training_is_not_overwritten_nor_resumed_otherwise(corpus, trained, tm
         assert main(command(corpus, trained, *more)) == 2
         assert re.search(message, sentence(capsys))
     assert (trained / "last.pt").read_bytes() == before
+    more = ["--resume", "--epochs", "9", "--learning-rate", "0.02"]
+    shutil.copy(trained / "last.pt", tmp_path)
+    assert main(command(corpus, tmp_path, *more)) == 2
+    assert "best.pt: expected the best checkpoint so far, that after epoch " in sentence(capsys)
     shutil.copy(trained / "best.pt", tmp_path / "last.pt")
     assert main(command(corpus, tmp_path, "--resume")) == 2
     assert "expected the training's last checkpoint, got a model alone" in sentence(capsys)
     shorter = tmp_path / "shorter"
     shutil.copytree(corpus, shorter)
     write_pairs(shorter, "train", 199, 1)
-    more = ["--resume", "--epochs", "9", "--learning-rate", "0.02"]
     assert main(command(shorter, trained, *more)) == 2
     assert "expected the training pairs that this training began with" in sentence(capsys)
     write_pairs(shorter, "train", 240, 1)

@@ -482,7 +482,7 @@ class Trainer:
 
         Raises:
             InputError: the checkpoint holds no training, or one of another model, on other pairs,
-                with another validation set or with other options.
+                with another validation set or with other options; or ``best.pt`` is missing.
         """
         if "training" not in state:
             raise InputError(f"{name}: expected the training's last checkpoint, got a model alone")
@@ -514,6 +514,13 @@ class Trainer:
         if began_with != count:
             raise InputError(
                 f"{name}: expected {began_with} processes, as when this training began, got {count}"
+            )
+        best = self.directory / "best.pt"
+        if training["history"] and not best.exists():
+            epoch = max(training["history"], key=rank)["epoch"]
+            raise InputError(
+                f"{best}: expected the best checkpoint so far, that after epoch {epoch}, got no "
+                "file; a copy of last.pt may stand in"
             )
         self.optimizer.load_state_dict(training["optimizer"])
         for name, module in (("reinforce", self.reinforce), ("average", self.average)):
