@@ -498,6 +498,9 @@ def test_score_searches_as_translate_does(searched, tmp_path, capsys):
         scores.append(capsys.readouterr().out.splitlines()[0])
     assert scores[0] == "BLEU 100.00, chrF2 100.00, TER 0.00 on 6 sentences, beam 2"
     assert "100.00" not in scores[1]
+    assert main(["score", arguments[1], *arguments[1:]]) == 2
+    said = capsys.readouterr()
+    assert "expected different files to compare, got " in said.err and not said.out
 
 
 def test_a_line_longer_than_all_learned_positions_is_cut(tmp_path, capsys):

@@ -373,8 +373,11 @@ def score(args: argparse.Namespace) -> None:
         optional("rouge_score", "--rouge", "rouge")
     sources, references = zip(*read_pairs(args.source, args.target))
     options = _read_settings(SearchOptions, args)
+    for name in args.checkpoint:
+        if args.checkpoint.count(name) > 1:
+            raise InputError(f"checkpoint: expected different files to compare, got {name} twice")
     systems = {}
-    for name in dict.fromkeys(args.checkpoint):
+    for name in args.checkpoint:
         model = _load(args, name)
         systems[name] = [x.text for x in _translate(*model, options, sources, args.source)]
     several = scores.compare(systems, references) if len(systems) > 1 else {}
