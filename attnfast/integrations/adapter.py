@@ -71,7 +71,7 @@ class ProbeInputs:
 
     def __call__(self, *shape: int, grad: bool = True) -> Tensor:
         """Return normally distributed values; with ``grad`` their gradients are compared."""
-        x = torch.randn(*shape, generator=self.generator, dtype=torch.float64, device="cpu")
+        x = torch.randn(*shape, generator=self.generator, dtype=torch.float32, device="cpu")
         if self.repeats and grad and x.dim() > 2:  # as in padding
             rows = torch.rand(x.shape[:-1], generator=self.generator)
             x[rows < 0.25], x[rows > 0.75] = 0, 1

@@ -256,7 +256,7 @@ def outcome_of(
                 p.requires_grad_(False)  # each step's gradient is as large as the parameter
             if p.is_floating_point() and config.weight_scale is not None:
                 size = config.weight_scale * max(p.shape[-1:], default=1) ** -0.5
-                p.data.copy_(torch.randn(p.shape, dtype=torch.float64) * size)
+                p.data.copy_(torch.randn(p.shape, dtype=torch.float32) * size)
         if served:
             patch(twin, adapter)
         draw = ProbeInputs(
