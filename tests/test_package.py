@@ -156,10 +156,10 @@ def test_every_instruction_set(isa, tmp_path):
     The best that this processor has is what all other tests run. Emulation is slow: no fuzz there.
 
     The portable one has no fused multiply-adds on x86, nor then has the eager code to compare with.
-    Only the table and products of integers there: on one row with scores of ±100 the last bit of
-    the largest decides.
+    No fuzz there either: on one row with scores of ±100 the last bit of the largest decides.
     """
-    selection, env = "cpu and not compile and not export and not opcheck", {"ATTNFAST_CPU_ISA": isa}
+    selection = "(test_table or test_factored or int8 or fuzz) and cpu"
+    env = {"ATTNFAST_CPU_ISA": isa}
     has = instruction_sets()
     if isa == has[0]:
         pytest.skip("all other tests run it")
@@ -169,7 +169,7 @@ def test_every_instruction_set(isa, tmp_path):
         emulate_avx512(tmp_path)
         env, selection = {"PYTHONPATH": str(tmp_path)}, f"{selection} and not fuzz"
     if isa == "portable":
-        selection = "(test_table or test_factored or test_int8) and cpu"
+        selection += " and not fuzz"
         env |= {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE"}
     tests, names = ROOT / "tests", ("attention", "memory", "coverage", "copying", "search")
     done = subprocess.run(

@@ -21,6 +21,8 @@ TESTS = Path(__file__).parent
 OPTIONS = ["-q", "-p", "no:cacheprovider", "-p", "pretend_gpu"]
 #: What looks into tensors from below, where they are on the CPU; activations look at no device.
 ELSEWHERE = "compile or opcheck or gradcheck or forward_mode or fuzz or relu"
+#: Searches and translators that take the way of others, with another score.
+ALIKE = "local-beam or general-beam or scaled or concat or cosine or multihead or predictive"
 
 
 def pretend(*arguments: str) -> subprocess.CompletedProcess:
@@ -38,7 +40,7 @@ def pretend(*arguments: str) -> subprocess.CompletedProcess:
 @pytest.mark.parametrize(
     ("files", "selection"),
     [
-        (["test_gpu.py"], "not reference"),
+        (["test_gpu.py"], f"not reference and not ({ALIKE})"),
         (
             [f"test_{x}.py" for x in ("attention", "span", "coverage", "copying", "memory")],
             f"cuda and not ({ELSEWHERE})",  # to Python triton is the same
