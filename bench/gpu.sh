@@ -51,7 +51,7 @@ if [[ $only = *timings* ]]; then
     [ "$name" = search ] && select="general and not 8 and not words"
     step "bench-$name" "${what#*:}" "${pytest[@]}" "bench/test_$name.py" -k "$select" \
       --benchmark-json="$out/$name.json" || failed=1
-    step "report-$name" 8 "$python" bench/report.py "$out/$name.json" --out "$out/gpu-$name" || failed=1
+    step "report-$name" 8 "$python" bench/report.py "$out/$name.json" --out "$out/gpu" || failed=1
   done
 fi
 exit $failed

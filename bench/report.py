@@ -1,16 +1,21 @@
-"""Turns the JSON of a benchmark run into a Markdown table and a chart.
+"""Turns the JSON of a benchmark run into a report and a chart for each file of benchmarks.
 
     python bench/report.py bench.json --out bench/results/NAME
 
-writes NAME.md and NAME.png. Ratios are medians of interleaved rounds of one process.
+writes NAME-attention.md, NAME-attention.png and so on, and prints the table of docs/speed.md.
+Ratios are medians of interleaved rounds of one process.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import statistics
 from pathlib import Path
+
+#: What eager code is called in a report, by the project whose code it is.
+EAGER = ("eager", "as it was", "eager, 32 best", "espnet", "joeynmt")
 
 
 def rows(report: dict) -> list[dict]:
@@ -190,22 +195,68 @@ def chart(report: dict, path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
+def by_file(report: dict) -> dict[str, dict]:
+    """Return the reports of a run by the name of their file: "attention" of test_attention.py."""
+    parts: dict[str, list] = {}
+    for x in report["benchmarks"]:
+        parts.setdefault(re.search(r"test_(\w+)\.py", x["fullname"])[1], []).append(x)
+    return {name: {**report, "benchmarks": found} for name, found in parts.items()}
+
+
+def ratios_of(report: str) -> dict[str, dict[str, list[str]]]:
+    """Return the ratios of each table of a report by its title and peer, the mean last."""
+    found = {}
+    for title, table in re.findall(r"(?m)^## (.+)\n\n(\| shape .*\n(?:\|.*\n)+)", report):
+        head, _, *lines = ([x.strip() for x in y[1:].split("|")] for y in table.splitlines())
+        columns = ((name, [x[i] for x in lines if x[i:]]) for i, name in enumerate(head))
+        found[title] = {}
+        for name, cells in columns:  # the first of two that are alike has the ratios
+            if cells[-1].endswith("×"):
+                found[title].setdefault(name, [x for x in cells if x])
+    return found
+
+
+def summary(reports: list[Path], folder: str = "../bench/results") -> str:
+    """Return the table of all reports: best, mean and worst ratio of eager and compiled code."""
+    lines = [
+        "| report | | shapes | eager: best | mean | worst | torch.compile: best | mean | worst |",
+        "|---|---|--:|--:|--:|--:|--:|--:|--:|",
+    ]
+    for path in reports:
+        link = f"[{path.stem.rpartition('-')[2]}]({folder}/{path.name})"
+        for title, peers in ratios_of(path.read_text()).items():
+            eager = next((peers[x] for x in EAGER if x in peers), None)
+            if eager is None:
+                continue
+            cells = [link, title, str(len(eager) - 1)]
+            for column in (eager, peers.get("torch.compile")):
+                *each, mean = column or [""]
+                each = sorted(each, key=lambda x: float(x[:-1])) or [""]
+                cells += [each[-1], mean, each[0]]
+            lines.append("".join(f"| {x} " if x else "| " for x in cells) + "|")
+            link = ""
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("json", type=Path, help="written by pytest --benchmark-json")
     parser.add_argument("--out", type=Path, default=Path("bench/results/report"))
     args = parser.parse_args()
     try:
-        report = json.loads(args.json.read_text())
-        text = markdown(report)
+        parts = by_file(json.loads(args.json.read_text()))
+        texts = {name: markdown(report) for name, report in parts.items()}
     except (OSError, ValueError, KeyError, IndexError) as error:
         raise SystemExit(
             f"{args.json}: expected the JSON of a benchmark run, got {error!r}"
         ) from None
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.with_suffix(".md").write_text(text)
-    chart(report, args.out.with_suffix(".png"))
-    print(text)
+    paths = []
+    for name, text in texts.items():
+        paths.append(args.out.with_name(f"{args.out.name}-{name}.md"))
+        paths[-1].write_text(text)
+        chart(parts[name], paths[-1].with_suffix(".png"))
+    print(summary(paths))
 
 
 if __name__ == "__main__":

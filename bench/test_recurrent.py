@@ -1,5 +1,6 @@
 """Times a recurrent decoder that attends, in one operator, against the loop that people write.
 
+``torch.compile`` is the loop over a compiled step.
 ``nn.GRU`` over the same inputs, as wide, says what the recurrence alone costs there.
 """
 
@@ -8,7 +9,15 @@ from unittest import mock
 import pytest
 import torch
 from compare import DEVICE, DIRECTIONS, compare, timed
-from peers import alike, eager, eager_with_history, loop
+from peers import (
+    additive,
+    alike,
+    decoder_step,
+    eager,
+    eager_with_history,
+    keys_and_seen,
+    run_steps,
+)
 from torch import Tensor, nn
 
 from attnfast._utils.benchmark import memory_of
@@ -54,21 +63,29 @@ def test_recurrent(benchmark, kind, recurrence, shape, direction):
     lengths = torch.randint(Tk // 2 + 1, Tk + 1, (B,), device=DEVICE)
     grad = torch.randn(B, T, H, device=DEVICE)
 
-    def steps() -> Tensor:
-        memory = layer.prepare(source, lengths)
-        return loop(layer, cell, lambda h: attention(h, memory)[0], recurrence)(x)
+    def steps(step) -> Tensor:
+        memory = keys_and_seen(attention, source, lengths)
+        return run_steps(x, layer, cell, recurrence, step, *memory, source)
 
+    def attend_alone() -> Tensor:
+        step = decoder_step(layer, cell, recurrence, lambda h, memory: attention(h, memory)[0])
+        return run_steps(x, layer, cell, recurrence, step, layer.prepare(source, lengths))
+
+    torch._dynamo.reset()
+    step = decoder_step(layer, cell, recurrence, additive(attention))
+    compiled = torch.compile(step, dynamic=False)  # of all steps at once it takes minutes
     ways = {
         "attnfast": lambda: layer(x, layer.prepare(source, lengths)).output,
-        "attention alone by attnfast": steps,
-        "eager": lambda: loop(layer, cell, eager(attention, source, lengths), recurrence)(x),
+        "attention alone by attnfast": attend_alone,
+        "eager": lambda: steps(step),
+        "torch.compile": lambda: steps(compiled),
         f"nn.{kind} without attention": lambda: plain(wide)[0],
     }
     wanted = direction != "forward"
     leaves = {name: [source, *layer.parameters()] if wanted else None for name in ways}
     leaves[f"nn.{kind} without attention"] = list(plain.parameters()) if wanted else None
     calls = {name: timed(way, leaves[name], grad) for name, way in ways.items()}
-    alike([calls[name] for name in list(ways)[:3]])
+    alike([calls[name] for name in list(ways)[:-1]])
     compare(benchmark, f"{kind}, {recurrence}", shape, SHAPES[shape], direction, calls)
     benchmark.extra_info["size_names"] = "B, T, Tk, E, H, A"
     if wanted:
@@ -174,7 +191,9 @@ def test_with_a_history(benchmark, kind, shape, direction):
             return whole()
 
     def peer() -> Tensor:
-        return loop(layer, cell, eager_with_history(attention, source, lengths), "attend_first")(x)
+        attend = eager_with_history(attention, source, lengths)
+        step = decoder_step(layer, cell, "attend_first", attend)
+        return run_steps(x, layer, cell, "attend_first", step)
 
     ways = {"attnfast": whole, "step by step": steps, "eager": peer}
     leaves = [source, *layer.parameters()] if direction != "forward" else None
