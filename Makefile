@@ -12,7 +12,7 @@ TIDY := -std=c++20 -Wall -Wno-unused-function -Wno-unneeded-internal-declaration
   -Wno-deprecated-declarations -DVARIANT=portable -DTORCH_TARGET_VERSION=0x020a000000000000 \
   -isystem tests/cuda_host
 
-.PHONY: demo test compile integrations hosts judges lint lint-python lint-cxx docs site bench gpu wheels sanitize sanitize-fuzz mutants check-machine
+.PHONY: demo test compile integrations hosts judges lint lint-python lint-cxx docs site bench bench-regression gpu wheels sanitize sanitize-fuzz mutants check-machine
 .DELETE_ON_ERROR:
 
 demo: .venv/installed
@@ -65,9 +65,15 @@ site: .venv/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m sphinx -W --keep-going -q -E -d build/doctrees -c docs/site . build/docs
 	$(BIN)/pytest -q tests/test_docs_site.py -k local
 
+# All benchmarks, which take an hour, and a report of each: make bench NAME=cpu-zen5
+bench: NAME = $(shell uname -m)
 bench: .venv/installed integrations
 	$(BIN)/pytest bench --benchmark-json=bench.json
-	$(BIN)/python bench/report.py bench.json --out bench/results/$(shell uname -m)
+	$(BIN)/python bench/report.py bench.json --out bench/results/$(NAME)
+
+# Whether an operation is slower than at the commit whose figures docs/speed.md has.
+bench-regression: .venv/installed
+	$(BIN)/python bench/regression.py
 
 # Where the project is installed otherwise: make gpu PYTHON=python3
 gpu:
