@@ -12,7 +12,8 @@ An argument that does not fit raises ValueError or TypeError, and the message na
 from importlib import metadata
 
 from attnfast import nn
-from attnfast._utils.dispatch_log import explain
+from attnfast._utils.checks import InputError
+from attnfast._utils.dispatch_log import Explanation, explain
 from attnfast.decoding import attend, prepare
 from attnfast.functional import (
     additive_attention,
@@ -24,7 +25,7 @@ from attnfast.functional import (
 from attnfast.integrations import register_adapter, replace
 from attnfast.losses import alignment_loss
 from attnfast.ops.backends import load_library as _load_library
-from attnfast.outputs import AttentionOutput, CoverageOutput, RowStatistics
+from attnfast.outputs import AttentionOutput, CoverageOutput, RecurrentOutput, RowStatistics
 from attnfast.spans import Span, gaussian_bias
 
 try:
@@ -38,6 +39,9 @@ _load_library("_C_cpu")
 __all__ = [
     "AttentionOutput",
     "CoverageOutput",
+    "Explanation",
+    "InputError",
+    "RecurrentOutput",
     "RowStatistics",
     "Span",
     "__version__",

@@ -483,7 +483,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         ],
     },
     ("attnfast/nn/local.py", "tests/test_local.py"): {
-        "SpanState.after": [("self._replace(rows=self.rows + rows)", "self")],
+        "SpanState._after": [("self._replace(rows=self.rows + rows)", "self")],
         "HardMonotonicWindowAttention._rows": [
             ("best = key + best if self.span.compact else best", "pass"),
             ("if Tk and row.shape[1]:", "if Tk:"),

@@ -13,6 +13,7 @@ api = pytest.importorskip("mypy.api")
 
 #: Arguments of generic classes.
 PARAMETERS = {
+    "attnfast.Explanation": "[torch.Tensor]",
     "attnfast.decoding.Scorer": "[attnfast.nn.Memory, attnfast.nn.RecurrentState]",
     "attnfast.nn.GatedAttention": "[[bool], torch.Tensor | None]",
 }

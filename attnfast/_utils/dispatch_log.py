@@ -8,7 +8,7 @@ import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, ParamSpec
+from typing import Generic, NamedTuple, ParamSpec, TypeVar
 
 import torch
 
@@ -17,6 +17,7 @@ from attnfast._utils.checks import describe, raise_type_error
 __all__ = ["Choice", "Explanation", "explain", "is_recording", "record"]
 
 P = ParamSpec("P")
+T = TypeVar("T")
 
 LOGGER = logging.getLogger("attnfast.dispatch")
 
@@ -33,7 +34,7 @@ class Choice(NamedTuple):
 
 
 @dataclass
-class Explanation:
+class Explanation(Generic[T]):
     """Result of :func:`explain`; prints one line for each decision, with its reasons below.
 
     Args:
@@ -42,7 +43,7 @@ class Explanation:
     """
 
     choices: list[Choice]
-    output: Any
+    output: T
 
     def __str__(self) -> str:
         counts = collections.Counter(self.choices)
@@ -94,7 +95,7 @@ def record(operation: str, ran: str, *reasons: str | None) -> None:
         LOGGER.info("%s", choice)
 
 
-def explain(function: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> Explanation:
+def explain(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Explanation[T]:
     """Run a call, and report its implementation and why faster ones were not used.
 
     Decisions are the backend of an operator, one operator or a loop for a recurrent layer, an

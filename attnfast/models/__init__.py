@@ -24,7 +24,7 @@ from attnfast.models.encoders import Encoder, TransformerEncoder
 from attnfast.models.las import EncodedSpeech, LASOutput, ListenAttendSpell, PyramidEncoder
 from attnfast.models.memory_network import MemoryNetwork, MemoryNetworkOutput, position_encoding
 from attnfast.models.objectives import hybrid_loss, scheduled_sampling, sequence_loss
-from attnfast.models.seq2seq import EncodedSource, Seq2Seq
+from attnfast.models.seq2seq import EncodedSource, Seq2Seq, Seq2SeqOutput
 from attnfast.models.show_attend_tell import (
     CaptionOutput,
     EncodedImage,
@@ -63,6 +63,7 @@ __all__ = [
     "PyramidEncoder",
     "RecurrentDecoder",
     "Seq2Seq",
+    "Seq2SeqOutput",
     "ShowAttendTell",
     "SpanPrediction",
     "TransformerEncoder",

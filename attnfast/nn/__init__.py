@@ -41,11 +41,12 @@ from attnfast.nn.local import (
     HardMonotonicWindowAttention,
     LocalAttention,
     LocalPredictiveAttention,
+    SpanState,
     SparseSelfAttention,
     StridedAttention,
 )
-from attnfast.nn.multi_hop import MultiHopAttention, TopKAttention
-from attnfast.nn.ntm import NeuralTuringMachine, NTMState
+from attnfast.nn.multi_hop import MultiHopAttention, MultiHopMemory, TopKAttention, TopKMemory
+from attnfast.nn.ntm import NeuralTuringMachine, NTMOutput, NTMState
 from attnfast.nn.pointer import PointerGenerator, PointerNetwork
 from attnfast.nn.positions import LearnedPositions, RelativePositions, SinusoidalPositions
 from attnfast.nn.recurrent import AttentionGRU, AttentionLSTM, AttentionRNN, RecurrentState
@@ -81,6 +82,8 @@ __all__ = [
     "Memory",
     "MultiHeadAttention",
     "MultiHopAttention",
+    "MultiHopMemory",
+    "NTMOutput",
     "NTMState",
     "NeuralTuringMachine",
     "PointerGenerator",
@@ -88,8 +91,10 @@ __all__ = [
     "RecurrentState",
     "RelativePositions",
     "SinusoidalPositions",
+    "SpanState",
     "SparseSelfAttention",
     "StridedAttention",
     "TopKAttention",
+    "TopKMemory",
     "TransformerEncoderLayer",
 ]

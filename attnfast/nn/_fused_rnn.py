@@ -222,7 +222,7 @@ def run_layer(
     done = dispatch.run(RECURRENT, call, backend)
     lengths = target_lengths if target_mask is None else target_mask.sum(-1)
     if isinstance(history, SpanState):
-        history = history.after(input.shape[1] if lengths is None else lengths)
+        history = history._after(input.shape[1] if lengths is None else lengths)
     if isinstance(history, CumulativeState):
         log_weights = None if call.transition_prob is None else done.log_weights
         history = history._after(done.weights, log_weights, done.coverage, done.loss, lengths)

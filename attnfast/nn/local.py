@@ -46,7 +46,7 @@ class SpanState(NamedTuple):
         tensors = {name: x for name, x in self._asdict().items() if isinstance(x, Tensor)}
         return self._replace(**{name: x.index_select(0, index) for name, x in tensors.items()})
 
-    def after(self, rows: int | Tensor) -> SpanState:
+    def _after(self, rows: int | Tensor) -> SpanState:
         """Return the state after more rows: an int, or ``[B]`` counts without padding."""
         return self._replace(rows=self.rows + rows)
 
@@ -121,7 +121,7 @@ class _SpanAttention(LuongAttention):
             mask = target_mask.unsqueeze(1) if step and target_mask is not None else target_mask
             context, weights, history = self._rows(query, memory, history, need_weights, mask)
             counted = None if self.span.phases > 1 else mask
-            history = history.after(query.shape[1] if counted is None else counted.sum(-1))
+            history = history._after(query.shape[1] if counted is None else counted.sum(-1))
         except Exception:
             self._check_call(state, memory)
             if not isinstance(history, (SpanState, type(None))):
