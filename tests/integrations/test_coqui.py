@@ -60,6 +60,16 @@ def test_forward_attention(location, agent, mask):
     compare(make(location, forward=True, agent=agent, mask=mask), decode, SINGLE)
 
 
+@pytest.mark.parametrize("seed", [0, 7])
+def test_a_mask_that_rounding_decides(seed):
+    """Two weights of the first example are nearly equal: another one is compared."""
+    attention = make(forward=True, agent=True, mask=True)
+    torch.manual_seed(seed)
+    for p in attention.parameters():
+        p.data.copy_(torch.randn_like(p) * 0.3)
+    assert attnfast.replace(attention).replaced
+
+
 @pytest.mark.parametrize("location", [False, True])
 def test_forward_attention_over_sigmoids(location):
     compare(make(location, norm="sigmoid", forward=True, agent=True), decode, SINGLE)
