@@ -24,6 +24,7 @@ from attnfast.functional import (
 )
 from attnfast.integrations import register_adapter, replace
 from attnfast.losses import alignment_loss
+from attnfast.ops import self_check as _self_check  # noqa: F401, hooks into the choice of a backend
 from attnfast.ops.backends import load_library as _load_library
 from attnfast.outputs import AttentionOutput, CoverageOutput, RecurrentOutput, RowStatistics
 from attnfast.spans import Span, gaussian_bias

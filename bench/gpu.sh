@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Checks and benchmarks for a machine with an NVIDIA GPU, within 7 minutes: bench/gpu.sh FOLDER [checks|timings]
+# Checks and benchmarks for a machine with an NVIDIA GPU, within 8 minutes: bench/gpu.sh FOLDER [checks|timings]
 # Python is that of PYTHON, with attnfast installed. FOLDER gets a log of every step, and of what was
 # timed the JSON, a report and a chart; what fails does not stop what follows, and a step that is out
 # of time is interrupted: a benchmark then still writes what it has. Every shape: make bench.
@@ -10,9 +10,12 @@ out=${1:-build/gpu} only=${2:-checks timings} python=${PYTHON:-.venv/bin/python}
 pytest=("$python" -m pytest -v -W default)
 export PYTHONSAFEPATH=1  # attnfast as installed, not the sources in this folder
 mkdir -p "$out"
+exec > >(tee "$out/report.txt") 2>&1  # a line for each step
 nvidia-smi --query-gpu=name,driver_version,clocks.max.sm,clocks.max.mem --format=csv \
   > "$out/gpu.csv" 2> /dev/null || { echo "there is no NVIDIA GPU"; exit 1; }
 "$python" -m attnfast info | tee "$out/info.txt"
+timeout 60 "$python" -m attnfast check > "$out/check.txt" 2>&1 || failed=1
+tail -n 3 "$out/check.txt"
 [ "$(grep -c -E '^(triton|cuda) +on$' "$out/info.txt")" = 2 ] || exit 1
 
 step() {  # name, seconds at most, command
@@ -31,6 +34,7 @@ check() {
 }
 
 if [[ $only = *checks* ]]; then
+  check check-all 150 "$python" -m attnfast check --all  # every dtype, which Triton compiles for
   check gpu 110 "${pytest[@]}" tests/test_gpu.py
   check cuda 110 "${pytest[@]}" -n 4 tests -k "cuda and not test_cuda and not compile"
   check triton 150 "${pytest[@]}" -n 10 tests -k "triton and not compile and not fuzz"

@@ -12,6 +12,7 @@ import itertools
 import math
 import os
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -278,10 +279,19 @@ class Reference(Backend):
 BACKENDS: dict[str, Backend] = {x.name: x for x in (Triton(), Cuda(), Cpu(), Reference())}
 
 
+def _trust(backend: str, request: DispatchKey) -> str | None:
+    return None
+
+
+#: Returns why a backend must not run a call, or None: :mod:`attnfast.ops.self_check` sets it.
+self_check: Callable[[str, DispatchKey], str | None] = _trust
+
+
 @functools.cache
 def unsupported_reason(backend: str, *properties) -> str | None:
     """Return why a backend cannot run a call, or None; ``properties``: fields of a DispatchKey."""
-    return BACKENDS[backend].unsupported_reason(DispatchKey(*properties))
+    request = DispatchKey(*properties)
+    return BACKENDS[backend].unsupported_reason(request) or self_check(backend, request)
 
 
 def check_backend(backend: object) -> None:

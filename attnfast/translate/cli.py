@@ -1,4 +1,4 @@
-"""The command line: ``attnfast train``, ``translate``, ``score``, ``inspect``, ``demo``, ``info``.
+"""The command line: ``attnfast train``, ``translate``, ``score``, ``inspect`` and others.
 
 An option of ``train`` is a field ``setting(…)`` of ``models.Config`` if the model depends on it, or
 else of ``translate.trainer.Options``. An option of ``translate`` or ``score`` is a field of
@@ -484,6 +484,16 @@ def inspect(args: argparse.Namespace) -> None:
 
 def info(args: argparse.Namespace) -> None:
     """Print versions, the number of threads, and for each backend whether it is on, or why not."""
+    cuda = _print_versions()
+    print()
+    for name in BACKENDS:
+        device = torch.device("cuda" if name in ("cuda", "triton") and cuda else "cpu")
+        refusal = unsupported_reason(name, device, torch.float32)
+        print(f"{name:<10} {'on' if refusal is None else f'off: {refusal}'}")
+
+
+def _print_versions() -> bool:
+    """Print versions and devices; return whether there is a GPU."""
     print(f"attnfast {__version__}")
     print(f"python   {platform.python_version()}")
     print(f"torch    {torch.__version__}")
@@ -493,11 +503,28 @@ def info(args: argparse.Namespace) -> None:
         print("triton   not installed")
     print(f"threads  {torch.get_num_threads()}")
     cuda = torch.cuda.is_available()
-    print(f"gpu      {torch.cuda.get_device_name() if cuda else 'none'}\n")
-    for name in BACKENDS:
-        device = torch.device("cuda" if name in ("cuda", "triton") and cuda else "cpu")
-        refusal = unsupported_reason(name, device, torch.float32)
-        print(f"{name:<10} {'on' if refusal is None else f'off: {refusal}'}")
+    print(f"gpu      {torch.cuda.get_device_name() if cuda else 'none'}")
+    return cuda
+
+
+def check(args: argparse.Namespace) -> int:
+    """Compare the operators of all backends with the reference; exit with 1 if one is wrong."""
+    from attnfast.ops import self_check
+
+    device = _device(args.device, None)
+    _print_versions()
+    print(f"\n{'operator':<64} {'error, % of allowed':>20} {'seconds':>8}")
+    failures = []
+    for backend, request in self_check.requests(device, args.all):
+        name = self_check.name_of(backend, request)
+        found = self_check.compare(backend, request)
+        share = f"{100 * found.error:.1f}" if math.isfinite(found.error) else "–"
+        print(f"{name:<64} {share:>20} {found.seconds:>8.2f}", flush=True)
+        self_check.remember(backend, request, found)
+        if found.failure is not None:
+            failures.append(f"{name}: {found.failure}")
+    print("", *(failures or ["all as the reference"]), sep="\n")
+    return bool(failures)
 
 
 def corpus(args: argparse.Namespace) -> None:
@@ -591,7 +618,7 @@ def _parser() -> Parser:
     parser.add_argument("--version", action="version", version=f"attnfast {__version__}")
     commands = parser.add_subparsers(required=True, metavar="command")
 
-    def command(function: Callable[[argparse.Namespace], None]) -> argparse.ArgumentParser:
+    def command(function: Callable[[argparse.Namespace], int | None]) -> argparse.ArgumentParser:
         text = function.__doc__
         sub = commands.add_parser(
             function.__name__,
@@ -703,6 +730,9 @@ def _parser() -> Parser:
         "--output-dir", default="demo", metavar="DIR", help="folder of the two pictures"
     )
     command(info)
+    sub = command(check)
+    sub.add_argument("--all", action="store_true", help="every dtype and score")
+    sub.add_argument("--device", help="cpu or cuda; unless given, a GPU if there is one")
     return parser
 
 

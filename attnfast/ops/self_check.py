@@ -1,0 +1,440 @@
+"""The self-check: an operator of a backend is compared with the reference before its first call.
+
+Few kinds of GPU have run these kernels. On a GPU the first call of an operator, for each dtype,
+score and form, begins with a comparison of its results and gradients on small inputs with those of
+the reference in float64. A backend that is wrong, raises or hangs is left out, with one warning.
+The outcome is stored in a file for the device, its driver, PyTorch, Triton and the build of
+attnfast.
+
+``ATTNFAST_SELF_CHECK=0`` turns it off; with ``all`` the CPU's operators are compared too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import math
+import os
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnfast.ops import backends
+from attnfast.ops.attention import ATTENTION, AttentionInputs
+from attnfast.ops.backends import BACKENDS, PACKAGE, DispatchKey
+from attnfast.ops.copying import COPYING, CopyInputs
+from attnfast.ops.coverage import COVERAGE, CoverageInputs
+from attnfast.ops.dispatch import run
+from attnfast.ops.linear import LINEAR, LinearInputs
+from attnfast.ops.operators import accumulation_dtype
+from attnfast.ops.recurrent import RECURRENT, RecurrentInputs
+from attnfast.ops.scores import SCORING, ScoreInputs
+from attnfast.ops.search import SEARCH, SearchInputs
+
+#: Seconds after which an operator counts as one that hangs; Triton may compile for half of them.
+LIMIT = 120.0
+#: The largest error, relative to the largest number of a result, or to 1. It may also be eight
+#: times that of the reference in the same dtype.
+TOLERANCE = {
+    torch.float64: 1e-8, torch.float32: 2e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2,
+}  # fmt: skip
+REPORT = "please report it, with the output of `attnfast check`"
+
+
+# ---- small inputs -------------------------------------------------------------------------------
+
+
+class _Numbers:
+    """Random inputs in float64, the same at every call."""
+
+    def __init__(self):
+        self.generator = torch.Generator().manual_seed(0)
+
+    def __call__(self, *shape: int, scale: float = 1.0) -> Tensor:
+        return scale * torch.randn(shape, generator=self.generator, dtype=torch.float64)
+
+    def weights(self, *shape: int) -> Tensor:
+        return self(*shape).softmax(-1)
+
+    def words(self, most: int, *shape: int) -> Tensor:
+        return torch.randint(most, shape, generator=self.generator)
+
+
+def _attention(request: DispatchKey) -> AttentionInputs:
+    x, (B, Tk, A, Dv) = _Numbers(), (2, 37, 24, 20)
+    dot = request.score == "dot"
+    return AttentionInputs(
+        x(B, 1 if request.step else 5, A), x(B, Tk, A), x(B, Tk, Dv),
+        score_vector=None if dot else x(A), bias=x(B, 1, Tk), lengths=torch.tensor([Tk, 20]),
+        scale=A**-0.5 if dot else 1.0, score=request.score, need_weights=True,
+    )  # fmt: skip
+
+
+def _coverage(request: DispatchKey) -> CoverageInputs:
+    x, (B, Tk, A, Dv), K = _Numbers(), (2, 37, 24, 20), request.filters
+    dot = request.score == "dot"
+    return CoverageInputs(
+        x(B, 1 if request.step else 4, A), x(B, Tk, A), x(B, Tk, Dv),
+        score_vector=None if dot else x(A), lengths=torch.tensor([Tk, 20]),
+        filters=x(K, 1, 5) if K else None, projection=x(A, K, scale=K**-0.5) if K else None,
+        penalty=x(1).abs(), coverage=x.weights(B, Tk), previous=x.weights(B, Tk),
+        scale=A**-0.5 if dot else 1.0, score=request.score,
+    )  # fmt: skip
+
+
+def _copying(request: DispatchKey) -> CopyInputs:
+    x, (B, Tq, V, X, Tk) = _Numbers(), (2, 3, 70, 5, 19)
+    return CopyInputs(x(B, Tq, V), x.weights(B, Tq, Tk), x.words(V + X, B, Tk), x(B, Tq), num_oov=X)
+
+
+def _scores(request: DispatchKey) -> ScoreInputs:
+    x = _Numbers()
+    return ScoreInputs(x(2, 5, 24), x(2, 37, 24), x(24))
+
+
+def _recurrent(request: DispatchKey) -> RecurrentInputs:
+    x, (B, T, E, H, Tk, A, Dv) = _Numbers(), (3, 4, 6, 16, 11, 12, 10)
+    call = RecurrentInputs(
+        x(B, T, E), x(B, H), x(3 * H, E + Dv, scale=0.2), x(3 * H, H, scale=0.2),
+        bias_ih=x(3 * H), bias_hh=x(3 * H), key=x(B, Tk, A), value=x(B, Tk, Dv),
+        score_vector=x(A), weight_query=x(A, H, scale=0.2), lengths=torch.tensor([Tk, 7, 1]),
+        score="tanh",
+    )  # fmt: skip
+    if request.history:
+        zeros = torch.zeros(B, Tk, dtype=torch.float64)
+        call = call._replace(
+            filters=x(4, 1, 5), projection=x(A, 4, scale=0.5), coverage=zeros, previous=zeros
+        )
+    return call
+
+
+def _search(request: DispatchKey) -> SearchInputs:
+    layer, x, V, H, E = _recurrent(request), _Numbers(), 40, 16, 6
+    R = H + 10  # state and context
+    shared = {k: v for k, v in layer._asdict().items() if k in SearchInputs._fields}
+    return SearchInputs(
+        x(V, E), x(V, R, scale=R**-0.5), torch.tensor([6, 5, 6]), bias_vocab=x(V),
+        begin=1, end=2, most=6, beam=3, n_best=3, **shared,
+    )  # fmt: skip
+
+
+def _linear(request: DispatchKey) -> LinearInputs:
+    x = _Numbers()
+    return LinearInputs(x(21, 35), x(18, 35), x(18))
+
+
+class _Operator(NamedTuple):
+    """An operator, and small inputs of it."""
+
+    operator: Any
+    inputs: Callable[[DispatchKey], Any]
+
+
+OPERATORS = {
+    x.operator.name: x
+    for x in (
+        _Operator(ATTENTION, _attention),
+        _Operator(COVERAGE, _coverage),
+        _Operator(COPYING, _copying),
+        _Operator(SCORING, _scores),
+        _Operator(RECURRENT, _recurrent),
+        _Operator(SEARCH, _search),
+        _Operator(LINEAR, _linear),
+    )
+}
+#: Inputs that have the accumulation dtype.
+_ACCUMULATED = {"filters", "projection", "penalty", "coverage", "previous"}
+
+
+# ---- the comparison -----------------------------------------------------------------------------
+
+
+def _results(
+    operator: Any, call: Any, backend: str, device: torch.device, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """Return the results of a call and the gradients of its inputs, on the CPU in float64."""
+
+    def moved(name: str, x: Any) -> Any:
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            return x.to(device) if isinstance(x, Tensor) else x
+        own = accumulation_dtype(dtype) if name in _ACCUMULATED else dtype
+        return x.to(device, own).requires_grad_(operator is not SEARCH)
+
+    given = {name: moved(name, x) for name, x in call._asdict().items()}
+    returned = run(operator, type(call)(**given), backend)._asdict()
+    found = {k: x for k, x in returned.items() if isinstance(x, Tensor) and x.numel()}
+    noise = _Numbers()
+    fields = operator.Backward._fields if hasattr(operator, "Backward") else ("grad_scores",)
+    made = {k: x for k, x in found.items() if x.requires_grad and f"grad_{k}" in fields}
+    leaves = {name: x for name, x in given.items() if isinstance(x, Tensor) and x.requires_grad}
+    if made:
+        terms = [(x.double() * noise(*x.shape).to(device)).sum() for x in made.values()]
+        loss = torch.stack(terms).sum()
+        grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+        for name, grad in zip(leaves, grads):
+            if grad is not None:
+                found[f"the gradient of {name}"] = grad
+    first = operator.Result._fields[0]
+    fewer = {"need_weights": False} if "need_weights" in given else {}
+    with torch.no_grad():
+        again = run(operator, type(call)(**{**given, **fewer}), backend)
+    found[f"{first} without gradients"] = getattr(again, first)
+    return {name: x.detach().to("cpu", torch.float64) for name, x in found.items()}
+
+
+def _rounded(call: Any, dtype: torch.dtype) -> Any:
+    """Return a call whose numbers the dtype represents."""
+    return call._replace(
+        **{
+            name: x.to(accumulation_dtype(dtype) if name in _ACCUMULATED else dtype).double()
+            for name, x in call._asdict().items()
+            if isinstance(x, Tensor) and x.is_floating_point()
+        }
+    )
+
+
+class Comparison(NamedTuple):
+    """Result of a comparison.
+
+    Attributes:
+        failure: what is wrong, or None.
+        error: the largest error, as a share of what is allowed.
+        seconds: how long it took.
+    """
+
+    failure: str | None
+    error: float
+    seconds: float
+
+
+def compare(backend: str, request: DispatchKey) -> Comparison:
+    """Compare an operator with the reference, forward and backward.
+
+    The caller's modes, such as autocast or a trace, do not reach it: it runs in another thread.
+
+    Raises:
+        torch.OutOfMemoryError: there is too little memory for small inputs.
+    """
+    found: list[Comparison | BaseException] = []
+
+    def work() -> None:
+        try:
+            found.append(_compare(backend, request))
+        except Exception as error:
+            found.append(error)
+
+    begin = time.perf_counter()
+    thread = threading.Thread(target=work, name="attnfast-self-check", daemon=True)
+    thread.start()
+    thread.join(LIMIT)
+    seconds = time.perf_counter() - begin
+    if not found:
+        return Comparison(f"it did not end within {LIMIT:.0f} seconds", math.inf, seconds)
+    (result,) = found
+    if isinstance(result, Comparison):
+        return result._replace(seconds=seconds)
+    if isinstance(result, torch.OutOfMemoryError):
+        raise result
+    said = " ".join(str(result).split())
+    said = said if len(said) <= 200 else f"{said[:199]}…"
+    return Comparison(f"{type(result).__name__}: {said}", math.inf, seconds)
+
+
+def _compare(backend: str, request: DispatchKey) -> Comparison:
+    operator, inputs = OPERATORS[request.operator]
+    dtype, cpu = request.dtype, torch.device("cpu")
+    call = _rounded(inputs(request), dtype)
+    on_gpu = request.device.type == "cuda"
+    with torch.cuda.device(request.device) if on_gpu else contextlib.nullcontext():
+        got = _results(operator, call, backend, request.device, dtype)
+    exact = _results(operator, call, "reference", cpu, torch.float64)
+    plain = _results(operator, call, "reference", cpu, dtype)
+    worst, failure = 0.0, None
+    for name, want in exact.items():
+        if name not in got or got[name].shape != want.shape:
+            return Comparison(f"{name} is missing or of another shape", math.inf, 0.0)
+        scale = max(1.0, _distance(want.masked_fill(~want.isfinite(), 0.0), torch.zeros(())))
+        allowed = max(TOLERANCE[dtype] * scale, 8 * _distance(plain[name], want))
+        error = _distance(got[name], want) / allowed
+        worst = max(worst, error) if error == error else math.inf
+        if failure is None and not error <= 1:
+            failure = f"{name} differs by {error * allowed:.3g}, allowed is {allowed:.1g}"
+    return Comparison(failure, worst, 0.0)
+
+
+def _distance(a: Tensor, b: Tensor) -> float:
+    """Return the largest difference of two tensors; equal infinities have none."""
+    differs = (a - b).abs().masked_fill(a == b, 0.0)
+    return float(differs.max()) if differs.numel() else 0.0
+
+
+# ---- what is known ------------------------------------------------------------------------------
+
+
+def identity(device: torch.device) -> list[str]:
+    """Return what a comparison depends on: the device, its driver, and all versions."""
+    parts = [torch.__version__, str(torch.version.cuda or torch.version.hip)]
+    for name in ("attnfast", "triton"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            parts.append(importlib.metadata.version(name))
+    kernels = importlib.util.find_spec("attnfast.kernels")
+    folders = (kernels and kernels.submodule_search_locations) or []
+    sources = (x for folder in folders for x in Path(folder).glob("*.py"))
+    for path in sorted([*PACKAGE.glob("_C_*.so"), *sources]):
+        built = path.stat()
+        parts.append(f"{path.name} {built.st_size} {built.st_mtime_ns}")
+    if device.type == "cuda":
+        parts.append(torch.cuda.get_device_name(device))
+        parts.append(str(torch.cuda.get_device_capability(device)))
+        files = ["/proc/driver/nvidia/version", "/sys/module/amdgpu/version"]
+    else:
+        files = ["/proc/cpuinfo"]
+    for name in files:
+        with contextlib.suppress(OSError):
+            lines = Path(name).read_text().splitlines()
+            parts += [x for x in lines if not x.startswith(("cpu MHz", "bogomips"))][:40]
+    return parts
+
+
+class Memory:
+    """Outcomes of earlier comparisons, in a file of its own for each identity.
+
+    A comparison is written down before it begins, so that a process that it ends, or that is ended
+    while it hangs, leaves a trace. A folder that cannot be written to is no error.
+    """
+
+    def __init__(self, device: torch.device):
+        home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        digest = hashlib.sha256("\n".join(identity(device)).encode()).hexdigest()[:16]
+        self.path = Path(home) / "attnfast" / f"self-check-{digest}.json"
+
+    def _read(self) -> dict[str, Any]:
+        try:
+            found = json.loads(self.path.read_text())
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    def find(self, name: str) -> tuple[bool, str | None]:
+        """Return whether a comparison is known, and its failure."""
+        entry = self._read().get(name)
+        if not isinstance(entry, dict):
+            return False, None
+        if "process" not in entry:
+            return True, entry.get("failure")
+        if _is_alive(entry["process"]):  # another process is at it
+            return False, None
+        return True, f"an earlier comparison did not end ({self.path} has it)"
+
+    def write(self, name: str, **entry: Any) -> None:
+        """Keep an entry of a comparison; without any, forget it."""
+        with contextlib.suppress(OSError):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            known = {k: v for k, v in self._read().items() if k != name}
+            text = json.dumps(known | ({name: entry} if entry else {}), indent=1)
+            part = self.path.with_suffix(f".{os.getpid()}")
+            part.write_text(text)
+            part.replace(self.path)
+
+
+def _is_alive(process: Any) -> bool:
+    try:
+        os.kill(int(process), 0)
+    except (ProcessLookupError, ValueError, TypeError):
+        return False
+    except OSError:
+        return True
+    return True
+
+
+@functools.cache
+def _memory(device: torch.device) -> Memory:
+    return Memory(device)
+
+
+def name_of(backend: str, request: DispatchKey) -> str:
+    """Return a comparison in words: "cuda attention of float32, tanh, a step"."""
+    words = [f"{backend} {request.operator} of {str(request.dtype).removeprefix('torch.')}"]
+    if request.operator in ("attention", "coverage_attention"):
+        words.append(request.score)
+    words += ["a step"] * request.step + ["a history"] * request.history
+    words += [f"{request.filters} filters"] * bool(request.filters)
+    return ", ".join(words)
+
+
+def compare_once(backend: str, request: DispatchKey) -> str | None:
+    """Return what is wrong with an operator, from the file or by a comparison."""
+    memory, name = _memory(request.device), name_of(backend, request)
+    is_known, failure = memory.find(name)
+    if is_known:
+        return failure
+    memory.write(name, process=os.getpid())
+    try:
+        found = compare(backend, request)
+    except torch.OutOfMemoryError:  # which says nothing about the operator
+        memory.write(name)
+        return None
+    except BaseException:  # Ctrl-C
+        memory.write(name)
+        raise
+    remember(backend, request, found)
+    return found.failure
+
+
+def remember(backend: str, request: DispatchKey, found: Comparison) -> None:
+    """Store the outcome of a comparison."""
+    _memory(request.device).write(name_of(backend, request), failure=found.failure)
+
+
+def reason_against(backend: str, request: DispatchKey) -> str | None:
+    """Return why a backend must not run a call: its self-check has failed; or None."""
+    wanted = os.environ.get("ATTNFAST_SELF_CHECK", "1")
+    on_gpu = request.device.type == "cuda" and torch.cuda.is_available()
+    if wanted == "0" or not (on_gpu or wanted == "all"):
+        return None
+    if backend == "reference" or request.operator not in OPERATORS or request.layer_feature:
+        return None
+    if on_gpu and torch.cuda.is_current_stream_capturing():
+        return None  # nothing may wait for the device
+    failure = compare_once(backend, request)
+    if failure is None:
+        return None
+    warnings.warn(
+        f"attnfast does not use {name_of(backend, request)}: {failure}; {REPORT}", stacklevel=2
+    )
+    return f"its self-check has failed: {failure}"
+
+
+backends.self_check = reason_against
+
+
+def requests(device: torch.device, complete: bool) -> Iterator[tuple[str, DispatchKey]]:
+    """Yield the comparisons for a device: those of float32, or all."""
+    dtypes = list(TOLERANCE) if complete else [torch.float32]
+    for backend, dtype, operator in (
+        (x, y, z) for x in BACKENDS if x != "reference" for y in dtypes for z in OPERATORS
+    ):
+        plain = DispatchKey(device, dtype, operator)
+        forms = [plain]
+        if operator in ("attention", "coverage_attention"):
+            scores = ("tanh", "dot", "relu", "leaky_relu") if complete else ("tanh", "dot")
+            forms = [
+                plain._replace(score=score, step=step) for score in scores for step in (False, True)
+            ]
+        if operator == "coverage_attention":
+            forms += [plain._replace(filters=8, step=step) for step in (False, True)]
+        if operator == "recurrent":
+            forms.append(plain._replace(history=True))
+        for request in forms:
+            if BACKENDS[backend].unsupported_reason(request) is None:
+                yield backend, request
