@@ -68,7 +68,7 @@ class Peer(nn.Module):
         for layer in model.encoder.layers:
             x, lengths = join_frames(x, lengths)
             packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
-            x = pad_packed_sequence(layer.rnn(packed)[0], batch_first=True)[0]
+            x = pad_packed_sequence(layer.layers[0](packed)[0], batch_first=True)[0]
         attend = EAGER[self.kind](model.decoder.attention, x, lengths.to(x.device))
         h = c = x.new_zeros(len(x), self.cell.hidden_size)
         context, outputs = x.new_zeros(len(x), x.shape[-1]), []
