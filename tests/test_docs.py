@@ -11,6 +11,7 @@ from unittest import mock
 
 import attention_cases
 import pytest
+import report
 import torch
 from integrations import reference_projects
 from integrations.reference_projects import bentrevett_model
@@ -282,19 +283,13 @@ def test_the_rule_is_that_of_the_tests():
     assert f"max({attention_cases.RMS} rms(w) + floor, rms(p − w))" in page
 
 
-#: What a report compares with, by the header of its column.
-PEERS = ("eager", "eager, 32 best", "as it was", "espnet", "joeynmt")
-
-
-def summary(report: Path) -> str:
+def row_of(path: Path) -> str:
     """Return a report's row: its commit, the number of tables, their means, the worst shape."""
-    text, means, ratios = report.read_text(), [], []
-    for table in re.findall(r"(?m)^\| shape .*\n(?:\|.*\n)+", text):
-        head, _, *rows = [[y.strip() for y in x[1:].split("|")] for x in table.splitlines()]
-        if column := next((head.index(x) for x in PEERS if x in head), None):
-            *found, mean = [x[column] for x in rows if x[column]]
-            means.append(mean)
-            ratios += found
+    text, means, ratios = path.read_text(), [], []
+    for peers in report.ratios_of(text).values():
+        if found := next((peers[x] for x in report.EAGER if x in peers), None):
+            means.append(found[-1])
+            ratios += found[:-1]
     cells = ["", "", ""]
     if means:
         worst, least, most = (
@@ -303,11 +298,27 @@ def summary(report: Path) -> str:
         )
         cells = [str(len(means)), least if least == most else f"{least} to {most}", worst]
     commit = re.search(r"commit (\w{7})", text)[1]
-    cells = [f"[{report.stem}](../bench/results/{report.name})", commit, *cells]
+    cells = [f"[{path.stem}](../bench/results/{path.name})", commit, *cells]
     return "".join(f"| {x} " if x else "| " for x in cells) + "|"
 
 
 def test_reports_are_listed_with_their_means():
     page = (ROOT / "docs" / "benchmarks.md").read_text()
     reports = sorted((ROOT / "bench" / "results").glob("*.md"))
-    assert "\n".join(map(summary, reports)) in page
+    assert "\n".join(map(row_of, reports)) in page
+
+
+def test_the_table_of_speed_is_that_of_the_reports():
+    """Of one processor, one run and one commit, whose mean README quotes."""
+    page = (ROOT / "docs" / "speed.md").read_text()
+    reports = sorted((ROOT / "bench" / "results").glob("cpu-*.md"))
+    table = report.summary(reports)
+    assert table in page
+    commits = {re.search(r"commit (\w{7})", x.read_text())[1] for x in reports}
+    (commit,) = commits
+    assert f"ommit {commit}" in page
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    assert f"commit {commit}" in readme
+    for title in ("additive, forward + backward", "GRU, attend_first, forward + backward"):
+        row = re.search(rf"\| {re.escape(title)} \| \d+ \| [^|]+ \| ([\d.]+)×", table)
+        assert f"{row[1]} times" in readme

@@ -25,7 +25,7 @@ PICTURES = ROOT / "build" / "screenshots"
 PAGES = sorted(SITE.rglob("*.html"))
 #: Pages with formulas, wide tables, long code, pictures and signatures.
 SHOWN = ("index", "docs/attention", "docs/performance", "docs/speed", "docs/api/nn", "docs/api",
-         "docs/course/additive", "bench/results/cpu-avx512-additive")  # fmt: skip
+         "docs/course/additive", "bench/results/cpu-zen5-attention")  # fmt: skip
 THEMES, WIDTHS = ("light", "dark"), (390, 1280)
 
 pytestmark = pytest.mark.skipif(not PAGES, reason="there is no site: make docs")
