@@ -5,7 +5,7 @@
 Both are timed in turns, each in a process of its own; the earlier commit is built in
 build/regression for this processor. What counts is CPU time on one thread, so that other programs
 hardly disturb. Exits with 1 if an operation takes more than 1.15 times as long as before in three
-comparisons, each of the least of nine measurements.
+comparisons, each of the least of nine measurements in new processes.
 """
 
 from __future__ import annotations
@@ -179,10 +179,13 @@ def main() -> None:
     if git("cat-file", "-e", f"{commit}^{{commit}}").returncode:
         print(f"commit {commit} is not in this clone: nothing to compare with")
         return None
-    now, before = Worker(ROOT), Worker(make_tree(commit))
-    slower = [x for x in now.operations if x in before.operations]
-    for _ in range(ATTEMPTS):
-        found = dict(ratios(now, before, slower))
+    tree, slower = make_tree(commit), None
+    for _ in range(ATTEMPTS):  # in new processes: where one's memory lies makes a difference
+        now, before = Worker(ROOT), Worker(tree)
+        both = [x for x in now.operations if x in before.operations]
+        found = dict(ratios(now, before, both if slower is None else slower))
+        now.process.kill()
+        before.process.kill()
         for operation, ratio in found.items():
             print(f"{operation}: {ratio:.2f} of the time at {commit}")
         slower = [x for x, ratio in found.items() if ratio > LIMIT]
