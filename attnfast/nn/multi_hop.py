@@ -43,7 +43,11 @@ TYINGS = ("adjacent", "layer-wise")
 
 
 class MultiHopMemory(NamedTuple):
-    """Memory of :class:`MultiHopAttention`: one per hop, or one for all hops."""
+    """Memory of :class:`MultiHopAttention`.
+
+    Attributes:
+        memories: one for each hop, or one for all hops.
+    """
 
     memories: tuple[Memory, ...]
 
@@ -267,7 +271,12 @@ def _largest(query: Tensor, memory: Memory, k: int) -> Tensor:
 
 
 class TopKMemory(NamedTuple):
-    """Memory of :class:`TopKAttention`: the attention's memory of keys, and all values."""
+    """Memory of :class:`TopKAttention`.
+
+    Attributes:
+        memory: the attention's memory of keys.
+        value: all values, ``[B, Tk, Dv]``.
+    """
 
     memory: Memory
     value: Tensor

@@ -53,7 +53,13 @@ class NTMState(NamedTuple):
 
 
 class NTMOutput(NamedTuple):
-    """Output of a :class:`NeuralTuringMachine`: weights ``[B, T, R + W, N]`` or None."""
+    """Output of a :class:`NeuralTuringMachine`.
+
+    Attributes:
+        output: the controller's state and the read vectors, ``[B, T, H + R · M]``.
+        state: the state after the last step.
+        weights: of the R read heads and W write heads, ``[B, T, R + W, N]``; None unless requested.
+    """
 
     output: Tensor
     state: NTMState

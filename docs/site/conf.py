@@ -31,10 +31,10 @@ napoleon_custom_sections = ["Returns"]  # prose, in which a colon ends no type
 toc_object_entries_show_parents = "hide"
 python_maximum_signature_line_length = 88
 nitpicky = True
+TYPE_VARIABLES = "M_contra|S|P|T|Others|History|Packed"
 nitpick_ignore_regex = [
     ("py:.*", r"(torch|collections|contextlib|pathlib|typing_extensions)\..*|Tensor"),
-    # Type variables.
-    ("py:(class|obj)", r"(attnfast\.\w+\._?\w+\.|typing\.~)?(M_contra|S|P|Others|History|Packed)"),
+    ("py:(class|obj)", rf"(attnfast\.\w+\._?\w+\.|typing\.~)?({TYPE_VARIABLES})"),
     # Private types, in the signatures of public names.
     ("py:class", rf"(?!({'|'.join(MODULES)})\.\w+$)attnfast\..*|GrowableBuffer|SharedKeys"),
     ("py:exc", "InputError"),
