@@ -158,6 +158,14 @@ class RecurrentOutput(_Result[Tensor, "RecurrentState"]):
         states: states of the last layer, ``[B, T, H]``.
         contexts: ``[B, T, Dv]``.
         weights: ``[B, T, Tk]``; None unless requested.
+
+    Example:
+        >>> attention = attnfast.nn.LuongAttention(query_dim=4, key_dim=6)
+        >>> layer = attnfast.nn.AttentionGRU(3, 4, 6, attention)
+        >>> found = layer(torch.randn(2, 5, 3), layer.prepare(torch.randn(2, 7, 6)))
+        >>> output, state = found
+        >>> output.shape, found.contexts.shape
+        (torch.Size([2, 5, 4]), torch.Size([2, 5, 6]))
     """
 
     states: Tensor

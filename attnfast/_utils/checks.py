@@ -35,7 +35,15 @@ KINDS: dict[str, Callable[[torch.dtype], bool]] = {
 
 
 class InputError(ValueError):
-    """An invalid file, argument or environment; the message gives the reason."""
+    """An invalid file, argument or environment; the message gives the reason.
+
+    Example:
+        >>> try:
+        ...     attnfast.models.Config(vocab_size=0)
+        ... except attnfast.InputError as error:
+        ...     print(error)
+        vocab_size must be an integer of at least 1 and below 2**31, got 0
+    """
 
 
 def describe(x: object) -> str:

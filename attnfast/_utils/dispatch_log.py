@@ -40,6 +40,12 @@ class Explanation(Generic[T]):
     Args:
         choices: the decisions, in the order in which they were made.
         output: the return value of the call.
+
+    Example:
+        >>> x = torch.ones(1, 2, 3)
+        >>> found = attnfast.explain(attnfast.dot_attention, x, x, x, backend="reference")
+        >>> found.choices[0].operation, found.output.context.shape
+        ('attention', torch.Size([1, 2, 3]))
     """
 
     choices: list[Choice]

@@ -83,6 +83,13 @@ class Seq2SeqOutput(tuple[Tensor, Tensor | None]):
     The attributes are ``weights [B, T, Tk]``, or ``[B, H, T, Tk]`` of H heads or hops, None unless
     requested, and ``history``, the state of the attention after the target, such as a
     :class:`attnfast.nn.HardAttentionState`, or None.
+
+    Example:
+        >>> model = attnfast.models.build(attnfast.models.Config(50, "bahdanau"))
+        >>> source, target = torch.randint(4, 50, (2, 7)), torch.randint(4, 50, (2, 5))
+        >>> logits, coverage = model(source, torch.tensor([7, 4]), target)
+        >>> logits.shape
+        torch.Size([2, 5, 50])
     """
 
     weights: Tensor | None = None

@@ -36,6 +36,13 @@ class SpanState(NamedTuple):
 
     ``rows``: the number of rows so far, an int, or ``[B]`` if it differs by sequence. ``key [B]``:
     the key of largest weight in the last row of :class:`HardMonotonicWindowAttention`.
+
+    Example:
+        >>> attention = attnfast.nn.LocalAttention(query_dim=4, key_dim=6, window=2)
+        >>> memory = attention.prepare(torch.randn(2, 7, 6))
+        >>> context, _, state = attention(torch.randn(2, 4), memory, attnfast.nn.SpanState())
+        >>> state.rows
+        1
     """
 
     rows: int | Tensor = 0

@@ -47,6 +47,12 @@ class MultiHopMemory(NamedTuple):
 
     Attributes:
         memories: one for each hop, or one for all hops.
+
+    Example:
+        >>> attention = attnfast.nn.MultiHopAttention(4, hops=2)
+        >>> memory = attention.prepare(torch.randn(3, 7, 4))
+        >>> memory.index_select(torch.tensor([2, 0])).memories[0].key.shape
+        torch.Size([2, 7, 4])
     """
 
     memories: tuple[Memory, ...]
@@ -276,6 +282,11 @@ class TopKMemory(NamedTuple):
     Attributes:
         memory: the attention's memory of keys.
         value: all values, ``[B, Tk, Dv]``.
+
+    Example:
+        >>> attention = attnfast.nn.TopKAttention(attnfast.nn.LuongAttention(4, 6), k=3)
+        >>> attention.prepare(torch.randn(2, 7, 6)).value.shape
+        torch.Size([2, 7, 6])
     """
 
     memory: Memory

@@ -59,6 +59,12 @@ class NTMOutput(NamedTuple):
         output: the controller's state and the read vectors, ``[B, T, H + R · M]``.
         state: the state after the last step.
         weights: of the R read heads and W write heads, ``[B, T, R + W, N]``; None unless requested.
+
+    Example:
+        >>> machine = attnfast.nn.NeuralTuringMachine(input_size=3, hidden_size=8)
+        >>> found = machine(torch.randn(2, 5, 3))
+        >>> found.weights is None, len(found.output)
+        (True, 2)
     """
 
     output: Tensor
