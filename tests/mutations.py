@@ -1612,7 +1612,12 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         "unsupported_attributes": [("if not hasattr(type(module), x)}", "}")],
     },
     ("attnfast/integrations/probe.py", "tests/test_replace_probe.py -k rounding"): {
-        "measure": [("8 * rounded", "0 * rounded"), ("8 * rounded", "1e6 * rounded")],
+        "_measure": [("8 * rounded", "0 * rounded"), ("8 * rounded", "1e6 * rounded")],
+    },
+    ("attnfast/integrations/probe.py", "tests/integrations/test_coqui.py -k rounding"): {
+        "measure": [("range(SEEDS)", "range(1)")],
+        "is_decided_by_rounding": [("(change, -change)", "(0.0, 0.0)")],
+        "outcome_of": [("seed=config.seed, others", "others")],
     },
     ("attnfast/integrations/probe.py", "tests/test_adapter_check.py"): {
         "Measurement.largest": [("if a.keys() == b.keys()", "if True")],

@@ -15,7 +15,7 @@ from integrations.reference_projects import Plain
 from torch import nn
 
 import attnfast
-from attnfast.integrations import ADAPTERS, attend_to_source, project
+from attnfast.integrations import ADAPTERS, attend_to_source, probe, project
 
 
 @pytest.fixture(autouse=True)
@@ -643,7 +643,7 @@ class Cancels(Plain):
 
     def forward(self, state, memory, mask=None):
         context, weights = super().forward(state, memory, mask)
-        large = 3000 if context.dtype == torch.float32 else 0
+        large = 10000 if context.dtype == torch.float32 else 0
         return (context + large) - large, weights
 
 
@@ -655,8 +655,9 @@ class WrongInItsOwnDtype(Served):
 
 
 @pytest.mark.parametrize("own", [Cancels, Plain])
-def test_a_difference_is_judged_by_rounding_errors(own):
+def test_a_difference_is_judged_by_rounding_errors(own, monkeypatch):
     """In float32, by those of the module's own code with its own parameters."""
+    monkeypatch.setattr(probe, "SEEDS", 1)  # no other example
     own.__qualname__ = "Plain"
     torch.manual_seed(0)
     assert attnfast.replace(own()).replaced

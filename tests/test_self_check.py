@@ -190,11 +190,16 @@ def test_what_did_not_end_is_left_out(folder, monkeypatch):
 
 def test_ctrl_c_leaves_no_trace(folder, monkeypatch):
     def stop(*_):
+        (file,) = folder.iterdir()
+        begun.append(json.loads(file.read_text()))
         raise KeyboardInterrupt
+
+    begun: list = []
 
     monkeypatch.setattr(self_check, "compare", stop)
     with pytest.raises(KeyboardInterrupt):
         attend()
+    assert begun == [{NAME: {"process": os.getpid()}}]
     assert json.loads(next(folder.iterdir()).read_text()) == {}
 
 
