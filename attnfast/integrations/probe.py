@@ -289,8 +289,9 @@ def outcome_of(
                 size = config.weight_scale * max(p.shape[-1:], default=1) ** -0.5
                 p.data.copy_(torch.randn(p.shape, dtype=torch.float32) * size)
             if config.perturbation and p.is_floating_point():
-                noise = torch.randn(p.shape, generator=torch.Generator().manual_seed(1))
-                p.data.mul_((1 + config.perturbation * noise.double()).to(p))
+                same = torch.Generator().manual_seed(1)
+                noise = torch.randn(p.shape, generator=same, dtype=torch.float64, device="cpu")
+                p.data.mul_((1 + config.perturbation * noise).to(p))
         if served:
             patch(twin, adapter)
         draw = ProbeInputs(
