@@ -195,7 +195,7 @@ def test_corpus(tmp_path, capsys):
     assert "cannot write to the folder" in capsys.readouterr().err
 
 
-COMMANDS = ["train", "translate", "score", "inspect", "corpus", "demo", "info"]
+COMMANDS = ["train", "translate", "score", "inspect", "corpus", "demo", "info", "check"]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
