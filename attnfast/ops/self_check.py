@@ -133,23 +133,17 @@ def _linear(request: DispatchKey) -> LinearInputs:
     return LinearInputs(x(21, 35), x(18, 35), x(18))
 
 
-class _Operator(NamedTuple):
-    """An operator, and small inputs of it."""
-
-    operator: Any
-    inputs: Callable[[DispatchKey], Any]
-
-
-OPERATORS = {
-    x.operator.name: x
-    for x in (
-        _Operator(ATTENTION, _attention),
-        _Operator(COVERAGE, _coverage),
-        _Operator(COPYING, _copying),
-        _Operator(SCORING, _scores),
-        _Operator(RECURRENT, _recurrent),
-        _Operator(SEARCH, _search),
-        _Operator(LINEAR, _linear),
+#: Each operator, and its small inputs, by name.
+OPERATORS: dict[str, tuple[Any, Callable[[DispatchKey], Any]]] = {
+    operator.name: (operator, inputs)
+    for operator, inputs in (
+        (ATTENTION, _attention),
+        (COVERAGE, _coverage),
+        (COPYING, _copying),
+        (SCORING, _scores),
+        (RECURRENT, _recurrent),
+        (SEARCH, _search),
+        (LINEAR, _linear),
     )
 }
 #: Inputs that have the accumulation dtype.
