@@ -6,7 +6,7 @@ BIN := .venv/bin
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet
 SOURCES := setup.py pyproject.toml $(shell find csrc -type f)
 TWO := -n 2 --dist loadfile --no-loadscope-reorder
-CXX_SOURCES := $(shell find csrc tests/cuda_host -type f)
+CXX_SOURCES := tests/aarch64.cpp $(shell find csrc tests/cuda_host -type f)
 # clang-tidy sees one instruction set, and device code as the tests on the host do.
 TIDY := -std=c++20 -Wall -Wno-unused-function -Wno-unneeded-internal-declaration \
   -Wno-deprecated-declarations -DVARIANT=portable -DTORCH_TARGET_VERSION=0x020a000000000000 \
