@@ -54,6 +54,9 @@ LEAST_WEIGHT = tl.constexpr(2.0**-42)
 STATISTICS = tl.constexpr(len(RowStatistics._fields))
 # Options of every launch: a product and a sum are one instruction, rounded once (fused).
 LAUNCH_OPTIONS = {"enable_fp_fusion": True}
+#: Arguments that differ between batches. Machine code that knew which of them 16 divides would be
+#: compiled again for many batches.
+LENGTHS = ("T", "Tq", "Tk", "Tx", "Ty", "M", "K", "W")
 
 
 @triton.jit
@@ -197,9 +200,9 @@ def _visible(span, rows, o_k, m_q, m_k):
         return m_s, o_k[None, :] - rows[2][:, None]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def _exponentials(
-    x, weight, p_lengths, e, p_ew, p_range, sizes,
+    x, weight, p_lengths, e, p_ew, p_range, sizes, T,
     IGNORE_NONFINITE: tl.constexpr, BT: tl.constexpr, BA: tl.constexpr,
 ):  # fmt: skip
     """E(x) of one block of BT rows, 1 where there is no x, and the largest |x| of the block.
@@ -207,7 +210,7 @@ def _exponentials(
     With ``p_ew [H, AP + AP / CHUNK]`` weights are stored there in the forward's layout: −2w of the
     first feature of a pair, 1 / −2w of the second, whose E(x) is divided too; then the chunks' Σ w.
     """
-    H, T, A, AP = sizes
+    H, A, AP = sizes
     i_t, _, i_b, i_h = _indices(tl.program_id(0), H, T, BT)
     n = _seen_keys(p_lengths, i_b, T)
     o_t = i_t * BT + tl.arange(0, BT)
@@ -438,10 +441,11 @@ def _normalise(p_weights, span, rows, b_shift, b_inverse, m_q, n, W, BK: tl.cons
         tl.store(p_s, b_p, mask=m_q[:, None] & (o_column < W)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def _forward(
     query, key, value, weight, factors, bias, mask, p_lengths, span, context, p_weights, p_lse,
-    p_statistics, scale, sizes, SCORE: tl.constexpr, COMPACT: tl.constexpr, SCORES: tl.constexpr,
+    p_statistics, scale, sizes, Tq, Tk, W,
+    SCORE: tl.constexpr, COMPACT: tl.constexpr, SCORES: tl.constexpr,
     BQ: tl.constexpr, BK: tl.constexpr, BA: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     """Context, weights and log-sum-exp of BQ rows: one sweep over the keys with online softmax.
@@ -460,7 +464,7 @@ def _forward(
         -1.7976931348623157e308 if acc == tl.float64 else -3.4028234663852886e38
     )
     JUST_BELOW_ONE: tl.constexpr = 1 - 2.0**-52 if acc == tl.float64 else 1 - 2.0**-23
-    H, Tq, Tk, W, A, Dv = sizes
+    H, A, Dv = sizes
     i_q, i_bh, i_b, i_h = _indices(tl.program_id(0), H, Tq, BQ)
     i_v = tl.program_id(1)
     scale = _scalar(scale, acc)
@@ -557,9 +561,9 @@ def _sum_range(
         return start, stop, (b_none, b_none, b_none)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def _product(
-    p_m, x, p_lengths, span, p_rows, out, scale, sizes,
+    p_m, x, p_lengths, span, p_rows, out, scale, sizes, Tk, W, M, K,
     OVER_KEYS: tl.constexpr, COMPACT: tl.constexpr, IGNORE_NONFINITE: tl.constexpr,
     BM: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
@@ -570,7 +574,7 @@ def _product(
     x count as 0, because m is already NaN wherever such an element is visible.
     """
     acc: tl.constexpr = p_m.dtype.element_ty
-    H, Tk, W, M, K, N = sizes
+    H, N = sizes
     i_m, i_bh, i_b, i_h = _indices(tl.program_id(0), H, M, BM)
     n = _seen_keys(p_lengths, i_b, Tk)
     o_m = i_m * BM + tl.arange(0, BM)
@@ -605,9 +609,10 @@ def _product(
     tl.store(p_out, b_out * _scalar(scale, acc), mask=m_m[:, None] & m_n[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def _score_gradient(
-    grad_context, grad_weights, p_grad_lse, value, p_weights, p_lengths, span, p_ds, sizes,
+    grad_context, p_grad_weights, p_grad_lse, value, p_weights, p_lengths, span, p_ds, sizes,
+    Tq, Tk, W,
     COMPACT: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     """ds = P (g − Σ P g + dlse) with g = dc vᵀ + dP, of BQ rows; exactly 0 where P is 0.
@@ -615,7 +620,7 @@ def _score_gradient(
     The first sweep stores g in the memory of ds, and the second turns it into ds.
     """
     acc: tl.constexpr = p_ds.dtype.element_ty
-    H, Tq, Tk, W, Dv = sizes
+    H, Dv = sizes
     i_q, i_bh, i_b, i_h = _indices(tl.program_id(0), H, Tq, BQ)
     n = _seen_keys(p_lengths, i_b, Tk)
     o_q = i_q * BQ + tl.arange(0, BQ)
@@ -623,8 +628,6 @@ def _score_gradient(
     o_row = i_bh * Tq + o_q
     p_v, s_v, s_dc = _head(value, i_b, i_h), value[1], grad_context[1]
     p_dc = _head(grad_context, i_b, i_h) + o_q.to(tl.int64)[:, None] * s_dc[2]
-    if grad_weights is not None:
-        p_dp = _head(grad_weights, i_b, i_h) + o_q.to(tl.int64)[:, None] * grad_weights[1][2]
     b_delta = tl.zeros([BQ], acc)
     b_dlse = tl.zeros([BQ], acc)  # kept separate from delta, because g − delta is often exactly 0
     if p_grad_lse is not None:
@@ -645,9 +648,9 @@ def _score_gradient(
             b_v = tl.load(p_vk, mask=m_v[:, None] & m_k[None, :], other=0)
             b_g = tl.dot(b_dc, b_v, b_g, input_precision="ieee", out_dtype=acc)
         # [BQ, BK]
-        if grad_weights is not None:
-            b_g += tl.load(p_dp + o_column * grad_weights[1][3], mask=m_s, other=0)
         o_s = o_row[:, None] * W + o_column
+        if p_grad_weights is not None:
+            b_g += tl.load(p_grad_weights + o_s, mask=m_s, other=0)
         b_p = tl.load(p_weights + o_s, mask=m_s, other=0)
         b_g = tl.where(b_p != 0, b_g, 0)
         b_delta += tl.sum(b_p * b_g, 1)
@@ -710,9 +713,9 @@ def _direct_terms(b_dx, b_dw, b_z, b_ds, small, SCORE: tl.constexpr, WEIGHTS: tl
     return b_dx, b_dw
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def _additive_gradient(
-    x, y, weight, factors, p_ds, p_lengths, span, p_rows, dx, p_dw, scale, sizes,
+    x, y, weight, factors, p_ds, p_lengths, span, p_rows, dx, p_dw, scale, sizes, Tk, W, Tx, Ty,
     SCORE: tl.constexpr, OVER_KEYS: tl.constexpr, COMPACT: tl.constexpr,
     BX: tl.constexpr, BY: tl.constexpr, BA: tl.constexpr,
 ):  # fmt: skip
@@ -724,7 +727,7 @@ def _additive_gradient(
     """
     acc: tl.constexpr = p_ds.dtype.element_ty
     WEIGHTS: tl.constexpr = p_dw is not None
-    H, Tk, W, Tx, Ty, A = sizes
+    H, A = sizes
     NX, NY = tl.cdiv(Tx, BX), tl.cdiv(Ty, BY)
     i_x, i_bh, i_b, i_h = _indices(tl.program_id(0), H, Tx, BX)
     n = _seen_keys(p_lengths, i_b, Tk)
@@ -792,6 +795,10 @@ def _strided(x: Tensor | None) -> tuple[Tensor, tuple[int, ...]] | None:
     return None if x is None else (x, x.stride())
 
 
+def _contiguous(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.contiguous()
+
+
 def _pair(scale: float) -> tuple[float, float]:
     """Split a float64 into two float32, the only float type of kernel arguments."""
     high = ctypes.c_float(scale).value
@@ -820,7 +827,7 @@ def _exponentials_of(x, score_vector, lengths, block: int, *, transposed: bool, 
     ranges = x.new_empty(B * H * blocks, dtype=torch.float32)
     _exponentials[(B * H * blocks,)](
         _strided(x), _strided(score_vector), lengths,
-        (e, (2, 2 * block) if transposed else (columns, 2)), weights, ranges, (H, T, A, columns),
+        (e, (2, 2 * block) if transposed else (columns, 2)), weights, ranges, (H, A, columns), T,
         IGNORE_NONFINITE=not transposed, BT=block, BA=_block(A, 32), num_warps=4, **LAUNCH_OPTIONS,
     )  # fmt: skip
     return e, ranges
@@ -902,7 +909,7 @@ def _multiply(
     rows = None if over_keys else _rows_of_keys(bounds, columns, B, H, Tk, BM)
     _product[(B * H * triton.cdiv(M, BM), triton.cdiv(N, BN))](
         m, _strided(x), lengths, _strided(bounds), rows, _strided(out), _pair(scale),
-        (H, Tk, m.shape[-1], M, K, N),
+        (H, N), Tk, m.shape[-1], M, K,
         OVER_KEYS=over_keys, COMPACT=columns > 0, IGNORE_NONFINITE=ignore_nonfinite,
         BM=BM, BK=BK, BN=BN, num_warps=4 if x.dtype in HALF else 8, **LAUNCH_OPTIONS,
     )  # fmt: skip
@@ -935,7 +942,7 @@ def launch_forward(
     BV = _block(Dv, 256 if factored and not separate else 128)
     # Plain activations of float32 and a context do not fit the registers together in taller tiles.
     most = 4096 if plain and not separate and query.dtype not in HALF else 8192
-    BQ = _block(Tq, min(_tile(64, bounds, columns), most // BV), 1)
+    BQ = 1 if Tq == 1 else _block(Tq, min(_tile(64, bounds, columns), most // BV))
     slices = 1 if within is None else max(triton.cdiv(Dv, BV), 1)
     BQ = _shorter(BQ, Tq, B * H * slices, query.device)
     factors = None
@@ -950,7 +957,7 @@ def launch_forward(
         _forward[(B * H * triton.cdiv(Tq, BQ), slices)](
             *map(_strided, (query, key, value, score_vector)), factors, _strided(bias),
             _strided(mask), lengths, _strided(bounds), _strided(within), weights, lse, statistics,
-            _pair(scale), (H, Tq, Tk, W, A, Dv), SCORE=score, COMPACT=columns > 0,
+            _pair(scale), (H, A, Dv), Tq, Tk, W, SCORE=score, COMPACT=columns > 0,
             SCORES=context is None, BQ=BQ, BK=BK, BA=BA, BV=BV,
             num_warps=8, **LAUNCH_OPTIONS,
         )  # fmt: skip
@@ -999,7 +1006,8 @@ def _additive_gradients(call: AttentionBackward, ds: Tensor, dq: Tensor, dk: Ten
     query, key, _, score_vector, lengths, bounds = _prepare(call)
     (B, H, Tq, A), Tk, W = query.shape, key.shape[2], call.weights.shape[-1]
     factored = call.score == "tanh" and ds.dtype == torch.float32
-    BQ, BK, BA = _block(Tq, 32, 2), _block(Tk, 32, 2), _block(A, 64 if factored else 32)
+    BQ, BK = (2 if T <= 2 else _block(T, 32) for T in (Tq, Tk))
+    BA = _block(A, 64 if factored else 32)
     of_queries = of_keys = None
     if factored:
         e_q, range_q = _exponentials_of(query, score_vector, None, BQ, transposed=False)
@@ -1017,13 +1025,13 @@ def _additive_gradients(call: AttentionBackward, ds: Tensor, dq: Tensor, dk: Ten
     _additive_gradient[(B * H * triton.cdiv(Tq, BQ), triton.cdiv(A, BA))](
         q, k, w, of_queries, ds, lengths, span, None,
         _strided(dq if call.need_grad_query else None), parts if call.need_grad_key else None,
-        scale, (H, Tk, W, Tq, Tk, A), OVER_KEYS=True, BX=BQ, BY=BK, **options,
+        scale, (H, A), Tk, W, Tq, Tk, OVER_KEYS=True, BX=BQ, BY=BK, **options,
     )  # fmt: skip
     if call.need_grad_key:
         rows = _rows_of_keys(bounds, call.columns, B, H, Tk, BK)
         _additive_gradient[(B * H * triton.cdiv(Tk, BK), triton.cdiv(A, BA))](
             k, q, w, of_keys, ds, lengths, span, rows, _strided(dk), None, scale,
-            (H, Tk, W, Tk, Tq, A), OVER_KEYS=False, BX=BK, BY=BQ, **options,
+            (H, A), Tk, W, Tk, Tq, OVER_KEYS=False, BX=BK, BY=BQ, **options,
         )  # fmt: skip
     return parts
 
@@ -1043,7 +1051,7 @@ def backward(call: AttentionBackward) -> AttentionGradients:
     grad_score_vector = call.query.new_empty(0)
     ds = torch.empty_like(weights) if grad_score is None else grad_score.contiguous()
     query, key, value, _, lengths, bounds = _prepare(call)
-    grad_context, grad_weights = _heads(call.grad_context), _heads(call.grad_weights)
+    grad_context = _heads(call.grad_context)
     dq, dk, dv = _heads(grad_query), _heads(grad_key), _heads(grad_value)
     (B, H, Tq, _), (Tk, Dv), W = query.shape, value.shape[2:], weights.shape[-1]
     BQ = _shorter(_block(Tq, _tile(64, bounds, columns)), Tq, B * H, query.device)
@@ -1052,11 +1060,9 @@ def backward(call: AttentionBackward) -> AttentionGradients:
     with torch.cuda.device_of(query):
         if grad_score is None:
             _score_gradient[(B * H * triton.cdiv(Tq, BQ),)](
-                _strided(grad_context), _strided(grad_weights),
-                None if grad_log_sum_exp is None else grad_log_sum_exp.contiguous(),
-                _strided(value), weights, lengths, _strided(bounds), ds, (H, Tq, Tk, W, Dv),
-                COMPACT=columns > 0,
-                BQ=BQ, BK=BK, BV=BV, num_warps=8, **LAUNCH_OPTIONS,
+                _strided(grad_context), *map(_contiguous, (call.grad_weights, grad_log_sum_exp)),
+                _strided(value), weights, lengths, _strided(bounds), ds, (H, Dv), Tq, Tk, W,
+                COMPACT=columns > 0, BQ=BQ, BK=BK, BV=BV, num_warps=8, **LAUNCH_OPTIONS,
             )  # fmt: skip
         if need_grad_key:
             _multiply(

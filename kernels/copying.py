@@ -18,7 +18,7 @@ import math
 import torch
 import triton
 import triton.language as tl
-from attnfast.kernels.attention import LAUNCH_OPTIONS, _strided
+from attnfast.kernels.attention import LAUNCH_OPTIONS, LENGTHS, _strided
 
 from attnfast.ops.copying import LOWEST as _LOWEST
 from attnfast.ops.copying import MAX_LOG_GRADIENT as _MAX_LOG_GRADIENT
@@ -49,7 +49,7 @@ def _gate(p_gate):
 
 
 @triton.jit
-def _mass(p_source, p_weights, s_weights, o_i, m_i, Tk, BI: tl.constexpr):
+def _mass(p_source, p_weights, o_i, m_i, Tk, BI: tl.constexpr):
     """Return the words at the keys ``o_i`` and the sum of weights of all keys of each word."""
     # [BI]
     b_w = tl.load(p_source + o_i, mask=m_i, other=-1).to(tl.int64)
@@ -58,7 +58,7 @@ def _mass(p_source, p_weights, s_weights, o_i, m_i, Tk, BI: tl.constexpr):
         o_j = j + tl.arange(0, BI)
         m_j = o_j < Tk
         b_other = tl.load(p_source + o_j, mask=m_j, other=-2).to(tl.int64)
-        b_a = tl.load(p_weights + o_j.to(tl.int64) * s_weights, mask=m_j, other=0).to(tl.float64)
+        b_a = tl.load(p_weights + o_j, mask=m_j, other=0).to(tl.float64)
         b_mass += tl.sum(tl.where(b_w[:, None] == b_other[None, :], b_a[None, :], 0.0), 1)
     return b_w, b_mass
 
@@ -112,20 +112,19 @@ def _log_sum_exp(p_x, s_x, V, BV: tl.constexpr, acc: tl.constexpr):
     return shift, tl.sum(b_l * tl.exp(b_m - shift), 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=(*LENGTHS, "X"))
 def _distribution(
-    logits, weights, p_source, gate, p_out, p_lse, sizes,
+    logits, p_weights, p_source, p_gate, p_out, p_lse, V, Tq, Tk, X,
     LOG: tl.constexpr, BV: tl.constexpr, BI: tl.constexpr, acc: tl.constexpr,
 ):  # fmt: skip
     """The distribution of a row, and the log-sum-exp of its logits."""
-    Tq, Tk, V, X = sizes
     i_row = tl.program_id(0).to(tl.int64)
     i_b, i_t = i_row // Tq, i_row % Tq
     p_x, s_x = _row(logits, i_b, i_t), logits[1][2]
-    p_weights, s_weights = _row(weights, i_b, i_t), weights[1][2]
+    p_weights += i_row * Tk
     p_source += i_b * Tk
     p_out += i_row * (V + X)
-    p, q, log_p, log_q = _gate(_row(gate, i_b, i_t))
+    p, q, log_p, log_q = _gate(p_gate + i_row)
 
     shift, total = _log_sum_exp(p_x, s_x, V, BV, acc)
     none = total == 0
@@ -146,7 +145,7 @@ def _distribution(
     tl.debug_barrier()  # the following stores overwrite values stored by other threads
     for i in range(0, Tk, BI):
         o_i = i + tl.arange(0, BI)
-        b_w, b_mass = _mass(p_source, p_weights, s_weights, o_i, o_i < Tk, Tk, BI)
+        b_w, b_mass = _mass(p_source, p_weights, o_i, o_i < Tk, Tk, BI)
         m_w = (b_w >= 0) & (b_w < V + X)
         if LOG:
             b_out, _, _, _, _ = _word(p_x, s_x, b_w, b_mass, lse, log_p, log_q, V)
@@ -166,22 +165,21 @@ def _vocabulary_terms(p_grad, s_grad, p_x, s_x, v, V, BV: tl.constexpr, acc: tl.
     return o_v, b_x, b_g
 
 
-@triton.jit
+@triton.jit(do_not_specialize=(*LENGTHS, "X"))
 def _distribution_gradient(
-    grad, logits, weights, p_source, gate, p_lse, p_dx, p_dweights, p_dgate, sizes,
+    grad, logits, p_weights, p_source, p_gate, p_lse, p_dx, p_dweights, p_dgate, V, Tq, Tk, X,
     LOG: tl.constexpr, BV: tl.constexpr, BI: tl.constexpr, acc: tl.constexpr, HIGHEST: tl.constexpr,
 ):  # fmt: skip
     """Gradients of a row, G that of its result; csrc/cpu/copying_kernel.cpp has the formulas."""
-    Tq, Tk, V, X = sizes
     i_row = tl.program_id(0).to(tl.int64)
     i_b, i_t = i_row // Tq, i_row % Tq
     p_grad, s_grad = _row(grad, i_b, i_t), grad[1][2]
     p_x, s_x = _row(logits, i_b, i_t), logits[1][2]
-    p_weights, s_weights = _row(weights, i_b, i_t), weights[1][2]
+    p_weights += i_row * Tk
     p_source += i_b * Tk
     p_dx += i_row * V
     p_dweights += i_row * Tk
-    p, q, log_p, log_q = _gate(_row(gate, i_b, i_t))
+    p, q, log_p, log_q = _gate(p_gate + i_row)
     lse = tl.load(p_lse + i_row)
     none = lse == -float("inf")
     high = tl.where(none, 0.0, lse).to(acc)
@@ -203,9 +201,9 @@ def _distribution_gradient(
     for i in range(0, Tk, BI):
         o_i = i + tl.arange(0, BI)
         m_i = o_i < Tk
-        b_a = tl.load(p_weights + o_i.to(tl.int64) * s_weights, mask=m_i, other=0).to(tl.float64)
+        b_a = tl.load(p_weights + o_i, mask=m_i, other=0).to(tl.float64)
         if LOG:
-            b_w, b_mass = _mass(p_source, p_weights, s_weights, o_i, m_i, Tk, BI)
+            b_w, b_mass = _mass(p_source, p_weights, o_i, m_i, Tk, BI)
             m_w = (b_w >= 0) & (b_w < V + X)
             _, _, b_ratio, b_x, m_copied = _word(p_x, s_x, b_w, b_mass, lse, log_p, log_q, V)
         else:
@@ -239,7 +237,7 @@ def _distribution_gradient(
         tl.debug_barrier()
         for i in range(0, Tk, BI):
             o_i = i + tl.arange(0, BI)
-            b_w, b_mass = _mass(p_source, p_weights, s_weights, o_i, o_i < Tk, Tk, BI)
+            b_w, b_mass = _mass(p_source, p_weights, o_i, o_i < Tk, Tk, BI)
             _, b_part, _, b_x, _ = _word(p_x, s_x, b_w, b_mass, lse, log_p, log_q, V)
             m_w = b_x != -float("inf")
             b_g = tl.load(p_grad + b_w * s_grad, mask=m_w, other=0).to(tl.float64)
@@ -262,8 +260,8 @@ def forward(call: CopyInputs) -> CopyOutputs:
     if B * Tq:
         with torch.cuda.device_of(logits):
             _distribution[(B * Tq,)](
-                _strided(logits), _strided(weights), source.contiguous(), _strided(gate), out, lse,
-                (Tq, Tk, V, num_oov), LOG=log, **_options(logits),
+                _strided(logits), weights.contiguous(), source.contiguous(), gate.contiguous(),
+                out, lse, V, Tq, Tk, num_oov, LOG=log, **_options(logits),
             )  # fmt: skip
     return CopyOutputs(out, lse)
 
@@ -277,8 +275,9 @@ def backward(call: CopyBackward) -> CopyGradients:
     if B * Tq:
         with torch.cuda.device_of(logits):
             _distribution_gradient[(B * Tq,)](
-                *map(_strided, (grad, logits, weights)), source.contiguous(), _strided(gate),
-                lse.contiguous(), *grads, (Tq, Tk, V, num_oov),
+                _strided(grad), _strided(logits),
+                *(x.contiguous() for x in (weights, source, gate, lse)), *grads,
+                V, Tq, Tk, num_oov,
                 LOG=log, HIGHEST=65504.0 if half else float("inf"), **_options(logits),
             )  # fmt: skip
     return grads

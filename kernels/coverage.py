@@ -19,6 +19,7 @@ import triton.language as tl
 from attnfast.kernels import attention
 from attnfast.kernels.attention import (
     LAUNCH_OPTIONS,
+    LENGTHS,
     _activation,
     _block,
     _head,
@@ -132,7 +133,7 @@ def _scores(
     acc: tl.constexpr,
 ):  # fmt: skip
     """The scores of a row at keys, before penalty and transition, and the mask of visible keys."""
-    Tk, A, K, taps = sizes[2:]
+    Tk, A, K, taps = sizes[1:]
     p_weight, s_weight = features[2]
     b_found = _find(features[3], p_last, p_coverage, o_k, Tk, K, taps, C, BK, BF, acc)
     b_e = tl.zeros([BK], acc)
@@ -186,10 +187,10 @@ def _softmax(
     return b_lost
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def _scan(
     features, bias, mask, p_lengths, penalty, p_rate, transition, p_sigmoid_sum, p_previous,
-    p_weights, p_coverage, p_loss, scale, sizes, SCORE: tl.constexpr, C: tl.constexpr,
+    p_weights, p_coverage, p_loss, scale, sizes, Tq, Tk, SCORE: tl.constexpr, C: tl.constexpr,
     BK: tl.constexpr, BR: tl.constexpr, BA: tl.constexpr, BF: tl.constexpr,
 ):  # fmt: skip
     """Weights, coverage and loss. Without filters ``weights`` initially holds the scores.
@@ -198,7 +199,8 @@ def _scan(
     ``sigmoid_sum`` the softmax is of the logarithms of the scores' sigmoids, whose sum is stored.
     """
     acc: tl.constexpr = p_weights.dtype.element_ty
-    H, Tq, Tk = sizes[:3]
+    H, A, K, taps = sizes
+    sizes = (Tq, Tk, A, K, taps)
     i_bh = tl.program_id(0).to(tl.int64)
     i_b, i_h = i_bh // H, i_bh % H
     scale = _scalar(scale, acc)
@@ -369,7 +371,7 @@ def _features_gradient(
     p_dfound, p_dq, p_dk, p_dweight, p_dfilters, p_dprojection = gradients
     p_ds, p_c = state[0], state[2]
     p_weight, s_weight = features[2]
-    _, Tq, Tk, A, K, taps = sizes
+    Tq, Tk, A, K, taps = sizes
     o_f = tl.arange(0, BF)
     for j in range(0, n, BK):
         o_k = j + tl.arange(0, BK)
@@ -423,7 +425,7 @@ def _history_gradient(
 ):  # fmt: skip
     """Store the gradients of weights and coverage before a row; return that of u for each key."""
     p_ds, p_dcoverage, p_dlast = state[0], state[3], state[4]
-    Tk, K, taps = sizes[2], sizes[4], sizes[5]
+    Tk, K, taps = sizes[1], sizes[3], sizes[4]
     o_f = tl.arange(0, BF)
     b_du = tl.zeros([BK], acc)
     for j in range(0, Tk, BK):
@@ -458,11 +460,11 @@ def _history_gradient(
     return b_du
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def _scan_gradient(
     features, gradients, p_lengths, penalty, rate, transition, p_sigmoid_sum, previous,
     p_weights, coverage,
-    p_grad_loss, p_ds, scale, sizes, SCORE: tl.constexpr, C: tl.constexpr,
+    p_grad_loss, p_ds, scale, sizes, Tq, Tk, SCORE: tl.constexpr, C: tl.constexpr,
     BK: tl.constexpr, BR: tl.constexpr, BA: tl.constexpr, BF: tl.constexpr,
 ):  # fmt: skip
     """Turn g = dc vᵀ + dP, stored in ds, into ds and the gradients through the history.
@@ -476,7 +478,8 @@ def _scan_gradient(
     of ``previous`` and of the weights, the gradient of these, and that of those before a row.
     """
     acc: tl.constexpr = p_ds.dtype.element_ty
-    H, Tq, Tk, A, K, taps = sizes
+    H, A, K, taps = sizes
+    sizes = (Tq, Tk, A, K, taps)
     i_bh = tl.program_id(0).to(tl.int64)
     i_b, i_h = i_bh // H, i_bh % H
     scale = _scalar(scale, acc)
@@ -579,7 +582,7 @@ def _arguments(call, q, k, w, grad_penalty=()) -> tuple:
         penalty = (penalty, 1 if penalty.shape[0] > 1 else 0, *grad_penalty)
     options = {
         "scale": _pair(call.scale),
-        "sizes": (q.shape[1], q.shape[2], k.shape[2], q.shape[3], K, taps),
+        "sizes": (q.shape[1], q.shape[3], K, taps), "Tq": q.shape[2], "Tk": k.shape[2],
         "SCORE": call.score, "C": C, "BK": _block(k.shape[2], 32) if K else rows, "BR": rows,
         "BA": 16, "BF": 1 if K == 1 else _block(K, 1 << 20), "num_warps": 4, **LAUNCH_OPTIONS,
     }  # fmt: skip
@@ -698,7 +701,7 @@ def backward(call: CoverageBackward, sums=None) -> CoverageGradients:
     dtransition = zeros(*query.shape[:-1], needed=transition_prob is not None)
     gradients = transition = None
     if features is not None:
-        (*_, A, K, taps), C = options["sizes"], options["C"]
+        (_, A, K, taps), C = options["sizes"], options["C"]
         sizes = (*key.shape,), (*heads, A), (*heads, K, C, taps), (*heads, A, K)
         dq, found = zeros(*query.shape), zeros(*keys, options["BF"])
         gradients = (found, dq, *(sums or (zeros(*size) for size in sizes)))

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from attnfast.kernels.attention import LAUNCH_OPTIONS, _pair, _scalar
+from attnfast.kernels.attention import LAUNCH_OPTIONS, LENGTHS, _pair, _scalar
 from torch import Tensor
 
 from attnfast.ops.search import LEAST_COVERAGE as _LEAST_COVERAGE
@@ -54,9 +54,9 @@ def _forbid_repeats(p_x, p_history, t, n, BT: tl.constexpr):
         tl.store(p_x + b_word, tl.full([BT], -float("inf"), p_x.dtype.element_ty), mask=m_i)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def _score_words(
-    x, p_mask, s_mask, prefix, p_limits, p_t, p_history, p_lse, best, p_out, bonus, sizes, end,
+    x, p_mask, s_mask, prefix, p_limits, p_t, p_history, p_lse, best, p_out, bonus, sizes, T, end,
     min_length, ngram, BEST: tl.constexpr, BW: tl.constexpr,
 ):  # fmt: skip
     """Compute log P of the words that may follow a row, or store only its best candidates.
@@ -66,7 +66,7 @@ def _score_words(
     """
     acc: tl.constexpr = p_lse.dtype.element_ty
     MOST: tl.constexpr = MOST_SHIFT_OF_64 if acc == tl.float64 else MOST_SHIFT
-    K, V, T = sizes
+    K, V = sizes
     i_row = tl.program_id(0).to(tl.int64)
     i_b, t = i_row // K, tl.load(p_t)
     p_x = x[0] + i_row * x[1]
@@ -136,10 +136,10 @@ def _uncovered(p_covered, p_weights, p_exists, Tk, BK: tl.constexpr, acc: tl.con
     return tl.sum(b_sum, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=(*LENGTHS, "R"))
 def _continue_beam(
-    x, p_lse, best, p_t, steps, row, sentence, final, covered, sizes, end, begin, length_penalty,
-    coverage_penalty, BC: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr,
+    x, p_lse, best, p_t, steps, row, sentence, final, covered, sizes, R, Tk, end, begin,
+    length_penalty, coverage_penalty, BC: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """Choose the K hypotheses of a sentence after a step.
 
@@ -153,7 +153,7 @@ def _continue_beam(
     p_words, p_scores, p_parents = steps
     p_total, p_row, p_read = row
     p_ended, p_is_nan, p_num_finished, p_best_finished, p_length = sentence
-    K, C, R, Tk = sizes
+    K, C = sizes
     i_b, t = tl.program_id(0).to(tl.int64), tl.load(p_t)
     first = i_b * K
     if tl.load(p_ended + i_b) == 0:
@@ -238,9 +238,9 @@ def _continue_beam(
                     tl.store(p_covered + o_new, b_c, mask=m_k)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=(*LENGTHS, "R"))
 def _trace(
-    steps, of_weights, p_lengths, p_slots, last, out, sizes, end, ENDS: tl.constexpr,
+    steps, of_weights, p_lengths, p_slots, last, out, sizes, R, T, Tk, end, ENDS: tl.constexpr,
     BK: tl.constexpr,
 ):  # fmt: skip
     """Trace the words, scores and weights of a hypothesis back from its slot at its last step.
@@ -249,7 +249,7 @@ def _trace(
     """
     p_words, p_scores, p_parents = steps
     p_out, p_out_scores = out
-    N, K, R, T, Tk = sizes
+    N, K = sizes
     i_out = tl.program_id(0).to(tl.int64)
     first = i_out // N * K
     slot, length = tl.load(p_slots + i_out), tl.load(p_lengths + i_out)
@@ -369,7 +369,7 @@ def _score(
             (logits, logits.stride(0)), mask,
             0 if mask is None or len(mask) == 1 else mask.stride(0), prefix,
             call.limits.contiguous(), steps.t, history, lse, candidates, out,
-            _pair(call.length_bonus), (call.beam, V, len(steps.words)), call.end, call.min_length,
+            _pair(call.length_bonus), (call.beam, V), len(steps.words), call.end, call.min_length,
             call.no_repeat_ngram, BEST=best, BW=BW, num_warps=8 if BW > 1024 else 4,
             **LAUNCH_OPTIONS,
         )  # fmt: skip
@@ -390,7 +390,7 @@ def continue_beam(
             (logits, logits.stride(0)), lse, (scores, words), steps.t, steps[:3],
             (beam.total, beam.row, beam.read),
             (beam.ended, beam.is_nan, beam.num_finished, beam.best_finished, beam.length),
-            (beam.final, beam.final_slot, beam.final_score), covered, (K, C, R, Tk), call.end,
+            (beam.final, beam.final_slot, beam.final_score), covered, (K, C), R, Tk, call.end,
             call.begin, _pair(call.length_penalty), _pair(call.coverage_penalty), BC=BC,
             BR=triton.next_power_of_2(2 * K), BK=32,
             num_warps=max(1, min(16, BC // 256)), **LAUNCH_OPTIONS,
@@ -421,7 +421,7 @@ def trace(
         _trace[(B * N,)](
             steps[:3], None if weights is None else (weights, traced), lengths.contiguous(),
             slots.contiguous(), None if last is None else last.contiguous(), (words, scores),
-            (N, call.beam, R, T, Tk), call.end, ENDS=last is not None, BK=128, num_warps=1,
+            (N, call.beam), R, T, Tk, call.end, ENDS=last is not None, BK=128, num_warps=1,
             **LAUNCH_OPTIONS,
         )  # fmt: skip
     return words, scores, traced

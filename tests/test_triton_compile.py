@@ -10,6 +10,7 @@ import importlib.util
 import itertools
 import json
 import os
+import random
 import re
 import subprocess
 import sys
@@ -58,71 +59,98 @@ REGISTERS = {
     "_trace": 64,
 }
 KERNELS = tuple(REGISTERS)
+#: Machine codes at most, over batches of random lengths with the same dtype, score and features:
+#: one for each form of blocks and role.
+CODES = {
+    "_exponentials": 5,
+    "_forward": 4,
+    "_product": 6,
+    "_score_gradient": 2,
+    "_additive_gradient": 8,
+    "_scan": 3,
+    "_scan_gradient": 3,
+    "_distribution": 2,
+    "_distribution_gradient": 3,
+}
 #: In the inner loop in float32, per (query, key, feature): special functions, float32
 #: instructions and all instructions at most.
 INNER_LOOP = {"_forward": (0.5, 2.8, 4.6), "_additive_gradient": (0.5, 5.6, 7.8)}
 SHORT_INNER_LOOP = {"_forward": (0.5, 2.8, 5.9), "_additive_gradient": (0.5, 5.6, 10.2)}
 
 
-def record(cases: list[tuple]) -> list[tuple]:
-    """Run the backend with launches recorded: case, kernel, arguments and options of each."""
-    import torch
+def record_launches() -> list[tuple]:
+    """Have launches recorded instead of made: kernel, arguments and options of each."""
     import triton
-    from attnfast.kernels import attention, copying, coverage
 
     launches = []
 
     def run(kernel, *args, grid, warmup, **options):
-        launches.append((case, kernel, args, options))
+        launches.append((kernel, args, options))
 
     triton.runtime.jit.JITFunction.run = run
-    for case in cases:
-        dtype, score, extras = case
-        wide = extras in ("few", "wide")  # values wider than a block; few rows for processors
-        B, H, Tq, Tk, A, Dv = 2, 4, 200, 300, 256, 512 if wide else 128
-        attention._processors = Mock(return_value=132 if extras == "few" else 1)
-        if score in ("beam", "draws"):
-            record_search(getattr(torch, dtype), score == "beam", extras == "all")
-            continue
-        if score == "copying":
-            logits = torch.zeros(B, Tq, 5000, dtype=getattr(torch, dtype))
-            weights, gate = logits[..., :Tk], logits[..., 0]
-            source = torch.zeros(B, Tk, dtype=torch.int64 if extras == "all" else torch.int32)
-            ends = (logits, weights, source, gate)
-            out, lse = copying.forward(copying.CopyInputs(*ends, 7, extras == "all"))
-            copying.backward(copying.CopyBackward(out, *ends, lse, 7, extras == "all"))
-            continue
-        if score == "coverage":
-            record_coverage(coverage, (B, H, Tq, Tk, A, Dv), getattr(torch, dtype), extras == "all")
-            continue
-        query, key, value = (
-            torch.zeros(B, H, *size, dtype=getattr(torch, dtype))
-            for size in ((Tq, A), (Tk, A), (Tk, Dv))
-        )
-        weight = None if score == "dot" else query.new_zeros(A)
-        bias = mask = lengths = span = grad_weights = grad_lse = None
-        columns = 0
-        if extras == "span":
-            columns = 257
-            span = torch.zeros(1, 1, Tq, 2, dtype=torch.int64)
-        W = columns or Tk
-        weights = query.new_zeros((B, H, Tq, W), dtype=torch.float32)
-        if extras in ("all", "span"):
-            bias = query.new_zeros(H, 1, W).expand(B, H, Tq, W)
-            mask = torch.ones(Tq, 1, dtype=torch.bool).expand(B, H, Tq, W)
-            lengths = torch.tensor([Tk, 17])
-            grad_weights, grad_lse = weights, weights[..., 0]
-        call = attention.AttentionInputs(
-            query, key, value, weight, bias, mask, lengths, span, columns, score=score,
-            need_weights=bias is not None, need_statistics=extras == "span",
-        )  # fmt: skip
-        backward = attention.AttentionBackward(
-            attention.forward(call).context, grad_weights, grad_lse, query, key, value, weight,
-            lengths, span, columns, None, weights, None, 1.0, score, "softmax", True, True,
-            bias is not None,
-        )  # fmt: skip
-        attention.backward(backward)
     return launches
+
+
+def record(cases: list[tuple]) -> list[tuple]:
+    """Run the backend with launches recorded: case, kernel, arguments and options of each."""
+    launches, done = record_launches(), []
+    for case in cases:
+        run_case(case)
+        done += [(case, *launch) for launch in launches]
+        launches.clear()
+    return done
+
+
+def run_case(case: tuple, B: int = 2, H: int = 4, Tq: int = 200, Tk: int = 300) -> None:
+    """Call the operators of a case, forward and backward."""
+    import torch
+    from attnfast.kernels import attention, copying, coverage
+
+    dtype, score, extras = case
+    wide = extras in ("few", "wide")  # values wider than a block; few rows for processors
+    A, Dv = 256, 512 if wide else 128
+    attention._processors = Mock(return_value=132 if extras == "few" else 1)
+    if score in ("beam", "draws"):
+        record_search(getattr(torch, dtype), score == "beam", extras == "all")
+        return
+    if score == "copying":
+        logits = torch.zeros(B, Tq, 5000, dtype=getattr(torch, dtype))
+        weights, gate = logits[..., :Tk], logits[..., 0]
+        source = torch.zeros(B, Tk, dtype=torch.int64 if extras == "all" else torch.int32)
+        ends = (logits, weights, source, gate)
+        out, lse = copying.forward(copying.CopyInputs(*ends, 7, extras == "all"))
+        copying.backward(copying.CopyBackward(out, *ends, lse, 7, extras == "all"))
+        return
+    if score == "coverage":
+        record_coverage(coverage, (B, H, Tq, Tk, A, Dv), getattr(torch, dtype), extras == "all")
+        return
+    query, key, value = (
+        torch.zeros(B, H, *size, dtype=getattr(torch, dtype))
+        for size in ((Tq, A), (Tk, A), (Tk, Dv))
+    )
+    weight = None if score == "dot" else query.new_zeros(A)
+    bias = mask = lengths = span = grad_weights = grad_lse = None
+    columns = 0
+    if extras == "span":
+        columns = 257
+        span = torch.zeros(1, 1, Tq, 2, dtype=torch.int64)
+    W = columns or Tk
+    weights = query.new_zeros((B, H, Tq, W), dtype=torch.float32)
+    if extras in ("all", "span"):
+        bias = query.new_zeros(H, 1, W).expand(B, H, Tq, W)
+        mask = torch.ones(Tq, 1, dtype=torch.bool).expand(B, H, Tq, W)
+        lengths = torch.tensor([Tk, 17])
+        grad_weights, grad_lse = weights, weights[..., 0]
+    call = attention.AttentionInputs(
+        query, key, value, weight, bias, mask, lengths, span, columns, score=score,
+        need_weights=bias is not None, need_statistics=extras == "span",
+    )  # fmt: skip
+    backward = attention.AttentionBackward(
+        attention.forward(call).context, grad_weights, grad_lse, query, key, value, weight,
+        lengths, span, columns, None, weights, None, 1.0, score, "softmax", True, True,
+        bias is not None,
+    )  # fmt: skip
+    attention.backward(backward)
 
 
 def record_search(dtype, beam: bool, every: bool) -> None:
@@ -186,11 +214,14 @@ def record_coverage(coverage, sizes: tuple, dtype, every: bool) -> None:
         coverage.backward(backward)
 
 
-def describe(value, path, constants, attributes):
+def describe(value, path, constants, attributes, specialize=True):
     """Return an argument's type as a launch would: 1 and None are constants, 16 may divide."""
     if isinstance(value, tuple):
         return tuple(describe(x, (*path, i), constants, attributes) for i, x in enumerate(value))
     assert value is not None or len(path) == 1, "Triton 3.6 compiles no tuple that contains None"
+    if not specialize:
+        assert isinstance(value, int)
+        return "i32"
     if value is None or (isinstance(value, int) and value == 1):
         constants[path] = value
         return "constexpr"
@@ -203,6 +234,21 @@ def describe(value, path, constants, attributes):
     types = {"float32": "fp32", "bfloat16": "bf16", "float64": "fp64", "int32": "i32"}
     types |= {"int64": "i64", "bool": "i1"}
     return "*" + types[str(value.dtype).removeprefix("torch.")]
+
+
+def form_of(kernel, args: tuple, options: dict) -> tuple[dict, ...]:
+    """Return a launch's arguments and options, and all on which its machine code depends."""
+    names = kernel.arg_names
+    values = dict(zip(names, args)) | {k: v for k, v in options.items() if k in names}
+    launch = {k: v for k, v in options.items() if k not in names}
+    constants, attributes, signature = {}, {}, {}
+    for i, (name, parameter) in enumerate(zip(names, kernel.params)):
+        if parameter.is_constexpr:
+            constants[(i,)], signature[name] = values[name], "constexpr"
+        else:
+            specialize = not parameter.do_not_specialize
+            signature[name] = describe(values[name], (i,), constants, attributes, specialize)
+    return values, launch, signature, constants, attributes
 
 
 def compile_for(target: str) -> list[dict]:
@@ -223,16 +269,8 @@ def compile_for(target: str) -> list[dict]:
     attention.NVIDIA = tl.constexpr(backend == "cuda")
     figures, done = [], set()
     for case, kernel, args, options in record(cases):
-        names = kernel.arg_names
-        values = dict(zip(names, args)) | {k: v for k, v in options.items() if k in names}
-        launch = {k: v for k, v in options.items() if k not in names}
+        values, launch, signature, constants, attributes = form_of(kernel, args, options)
         assert launch["enable_fp_fusion"], f"{kernel.fn.__name__} leaves it to Triton's default"
-        constants, attributes, signature = {}, {}, {}
-        for i, name in enumerate(names):
-            if i in kernel.constexprs:
-                constants[(i,)], signature[name] = values[name], "constexpr"
-            else:
-                signature[name] = describe(values[name], (i,), constants, attributes)
         form = str((kernel.fn.__name__, signature, constants, attributes, launch))
         if form in done:
             continue
@@ -255,25 +293,37 @@ def compile_for(target: str) -> list[dict]:
     return figures
 
 
+def count_codes() -> dict[str, int]:
+    """Count the machine codes of each kernel over batches of random lengths."""
+    launches, draw, codes = record_launches(), random.Random(0), {}
+    for score in ("tanh", "copying", "coverage"):
+        for _ in range(60):
+            Tq, Tk = draw.randint(3, 60), draw.randint(3, 60)
+            run_case(("float32", score, "few"), B=32, H=1, Tq=Tq, Tk=Tk)
+    for kernel, args, options in launches:
+        form = str(form_of(kernel, args, options)[1:])
+        codes.setdefault(kernel.fn.__name__, set()).add(form)
+    return {kernel: len(forms) for kernel, forms in codes.items()}
+
+
+def run_apart(argument: str):
+    """Run this file in a process of its own: here Triton's interpreter may be switched on."""
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    command = [sys.executable, __file__, argument]
+    process = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+    assert process.returncode == 0, process.stderr[-4000:]
+    return json.loads(process.stdout)
+
+
 @pytest.fixture(scope="module")
 def figures(request) -> list[dict]:
     """The figures of the targets that tests are about, those that name none about sm_90."""
     asked = [item.name for item in request.session.items if "figures" in item.fixturenames]
     about = {next((x for x in TARGETS if x in name), "sm_90") for name in asked}
     targets = [x for x in TARGETS if x in about]
-    # A subprocess for each target: this process may have Triton's interpreter switched on.
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-
-    def run(target):
-        command = [sys.executable, __file__, target]
-        return subprocess.run(command, capture_output=True, text=True, env=env, check=False)
-
     with ThreadPoolExecutor(2) as pool:
-        done = list(pool.map(run, targets))
-    for process in done:
-        assert process.returncode == 0, process.stderr[-4000:]
-    return [figure for process in done for figure in json.loads(process.stdout)]
+        return [figure for figures in pool.map(run_apart, targets) for figure in figures]
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -287,6 +337,12 @@ def test_no_two_warps_hold_an_element_of_a_row(figures):
     """Or one would load what the other has stored in its place (see kernels/coverage.py)."""
     rows = [x["row"] for x in figures if x["kernel"].startswith("_scan")]
     assert rows and min(rows) >= 1
+
+
+def test_machine_codes_do_not_depend_on_lengths():
+    codes = run_apart("count")
+    assert codes.keys() == CODES.keys()
+    assert all(codes[kernel] <= most for kernel, most in CODES.items()), codes
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -318,4 +374,4 @@ def test_instructions_of_the_factored_loop(figures, kernel, target):
 
 
 if __name__ == "__main__":
-    json.dump(compile_for(sys.argv[1]), sys.stdout)
+    json.dump(count_codes() if sys.argv[1] == "count" else compile_for(sys.argv[1]), sys.stdout)
