@@ -376,8 +376,7 @@ def additive_score(
     check_tensor("score_vector", score_vector)
     query, key, score_vector = autocast(query, key, score_vector)
     call = ScoreInputs(query, key, score_vector, check_activation(activation))
-    step = query.shape[-2:-1] == (1,)
-    backend = select_backend(backend, query.device, query.dtype, SCORING.name, step=step)
+    backend = select_backend(backend, query.device, query.dtype, SCORING.name, score=call.score)
     return dispatch.run(SCORING, call, backend).scores
 
 
@@ -519,7 +518,7 @@ def run_coverage(
     call = coverage_call(call, temperature, coverage_weight, channels, log_previous)
     query = call.query
     properties = (backend, query.device, query.dtype, COVERAGE.name)
-    backend = select_backend(*properties, filters=filters_of(call))
+    backend = select_backend(*properties, filters=filters_of(call), score=call.score)
     return coverage_output(dispatch.run(COVERAGE, call, backend), call, need_weights)
 
 

@@ -1402,7 +1402,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         "": [("OLDEST_FOR_TRITON = (8, 0)", "OLDEST_FOR_TRITON = (7, 5)")],
         "Cuda.rank": [
             ("and request.dtype in HALF and not request.step", "and not request.step"),
-            ("2 if products or request.operator", "2 if request.operator"),
+            ("return 2 if products else 0", "return 0"),
         ],
         "ranked_backends": [("ranks[name] < math.inf", "True")],
         "Triton._unsupported_reason": [("if request.filters > self.most_filters:", "if False:")],
@@ -1475,6 +1475,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
             ('if wanted == "0" or not (on_gpu or wanted == "all"):', 'if wanted != "all":'),
             ("if on_gpu and torch.cuda.is_current_stream_capturing():", "if False:"),
         ],
+        "compare_once": [("backends.self_check_postponed = True", "pass")],
         "requests": [("if BACKENDS[backend].unsupported_reason(request) is None:", "if True:")],
     },
     ("attnfast/ops/backends.py", "tests/test_self_check.py"): {

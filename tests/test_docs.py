@@ -233,7 +233,7 @@ def supported(operator: str, kernel: str, backend: str) -> str:
     device = torch.device("cpu")
     with (
         mock.patch.object(backends, "has_kernel", return_value=True),
-        mock.patch.object(backends, "_asks_cpu", return_value=True),
+        mock.patch.object(backends, "_query_cpu_library", return_value=True),
         mock.patch.object(backends.BACKENDS[backend], "_unsupported_reason", return_value=None),
     ):
         reason = backends.BACKENDS[backend].unsupported_reason

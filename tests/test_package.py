@@ -552,7 +552,7 @@ def test_the_backend_goes_by_what_is_asked(asked, wanted, monkeypatch):
     """Products of half types go to Triton first, which has tensor cores for them."""
     monkeypatch.setattr(backends, "unsupported_reason", lambda *_: None)
     monkeypatch.setattr(backends, "triton_interpreted", lambda: False)
-    monkeypatch.setattr(backends, "_choose", backends._choose.__wrapped__)
+    monkeypatch.setattr(backends, "_select", backends._select.__wrapped__)
     asked = {"dtype": torch.float32, **asked}
     assert backends.select_backend(None, torch.device("cuda"), **asked) == wanted
 

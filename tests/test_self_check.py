@@ -26,8 +26,7 @@ pytestmark = pytest.mark.skipif(
 
 def forget() -> None:
     """Let the next call choose its backend as the first one of a process does."""
-    for cached in (backends.unsupported_reason, backends._best, backends._choose):
-        cached.cache_clear()
+    backends.forget_choices()
     self_check._memory.cache_clear()
 
 
@@ -214,6 +213,33 @@ def test_too_little_memory_says_nothing_of_an_operator(folder, monkeypatch):
         patch.setitem(ATTENTION.forwards, "cpu", full(None))
         assert self_check.compare_once("cpu", REQUEST) is None
     assert json.loads(next(folder.iterdir()).read_text()) == {}
+
+
+def test_an_operator_that_cannot_be_compared_now_is_compared_by_a_later_call(folder, monkeypatch):
+    """As within the capture of a graph, or where memory is short."""
+
+    def full(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(self_check, "compare", full)
+        attend()
+    assert json.loads(next(folder.iterdir()).read_text()) == {}
+    attend()
+    assert json.loads(next(folder.iterdir()).read_text()) == {NAME: {"failure": None}}
+
+
+def test_every_score_is_compared_by_its_own_name(folder):
+    query, key, value, weight = inputs()
+    attention = attnfast.nn.LuongAttention(8, 8, "dot")
+    attention(query[:, 0], attention.prepare(key))
+    attnfast.additive_score(query, key, weight, activation="relu")
+    attnfast.coverage_attention(query, key, value, penalty=0.5)
+    assert json.loads(next(folder.iterdir()).read_text()).keys() == {
+        "cpu attention of float32, dot, a step",
+        "cpu scores of float32, relu",
+        "cpu coverage_attention of float32, dot",
+    }
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"cpu attention of float32, tanh": 3}', "{"])

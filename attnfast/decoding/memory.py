@@ -184,7 +184,8 @@ class Memory(NamedTuple):
 
     def _chosen(self) -> str:
         """Return the backend of steps."""
-        return select_backend(self.backend, self.key.device, self.key.dtype, step=True)
+        like, score = self.key, self.score
+        return select_backend(self.backend, like.device, like.dtype, step=True, score=score)
 
     def _with_shared_keys(self, backend: str, deferred: bool = False) -> Memory:
         shared = SharedKeys(self._common(), backend, deferred, self.mask, self.buffers[0])
@@ -459,7 +460,8 @@ def attend(
             query, scale, bool(need_weights), need_statistics, None, bias, normalisation
         )
         call = autocast_call(call)
-        backend = select_backend(memory.backend, query.device, query.dtype, step=True)
+        like = query.device, query.dtype
+        backend = select_backend(memory.backend, *like, step=True, score=call.score)
         if backend != "reference":
             call = fold_scale(call)
         if within is None:
@@ -566,7 +568,8 @@ def attend_with_history(
         check_flag("need_weights", need_weights)
         checked = coverage_call(call, temperature, coverage_weight, channels, log_previous)
         properties = (memory.backend, query.device, query.dtype, COVERAGE.name)
-        if select_backend(*properties, filters=filters_of(checked)) == shared.backend:
+        asked = {"filters": filters_of(checked), "score": checked.score}
+        if select_backend(*properties, **asked) == shared.backend:
             parameters = (coverage_weight, filters, channels, projection)
             return _attend_once_with_history(checked, shared, parameters, need_weights)
     try:

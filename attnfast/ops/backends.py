@@ -219,20 +219,22 @@ class Cuda(Backend):
         return super().unsupported_reason(request)
 
     def rank(self, request: DispatchKey) -> float:
-        products = request.score == "dot" and request.dtype in HALF and not request.step
-        return 2 if products or request.operator == "copy_distribution" else 0
+        if request.operator == "attention":  # Triton multiplies half types on tensor cores
+            products = request.score == "dot" and request.dtype in HALF and not request.step
+            return 2 if products else 0
+        return 2 if request.operator == "copy_distribution" else 0
 
 
-def _asks_cpu(name: str) -> bool:
-    """Return what the library for CPUs answers to a question about the processor."""
-    question = getattr(_library("_C_cpu"), name)
-    question.restype = ctypes.c_bool
-    return question()
+def _query_cpu_library(name: str) -> bool:
+    """Call an exported function of the CPU library that returns a boolean."""
+    function = getattr(_library("_C_cpu"), name)
+    function.restype = ctypes.c_bool
+    return bool(function())
 
 
 def multiplies_bfloat16() -> bool:
     """Return whether the kernels for this CPU multiply bfloat16 factors."""
-    return load_library("_C_cpu") is None and _asks_cpu("attnfast_multiplies_bfloat16")
+    return load_library("_C_cpu") is None and _query_cpu_library("attnfast_multiplies_bfloat16")
 
 
 class Cpu(Backend):
@@ -249,7 +251,7 @@ class Cpu(Backend):
     def unsupported_reason(self, request: DispatchKey) -> str | None:
         if reason := super().unsupported_reason(request):
             return reason
-        if request.operator == "linear" and not _asks_cpu("attnfast_linear_is_quicker"):
+        if request.operator == "linear" and not _query_cpu_library("attnfast_linear_is_quicker"):
             return "PyTorch's own product is as fast on this processor"
         return None
 
@@ -279,12 +281,14 @@ class Reference(Backend):
 BACKENDS: dict[str, Backend] = {x.name: x for x in (Triton(), Cuda(), Cpu(), Reference())}
 
 
-def _trust(backend: str, request: DispatchKey) -> str | None:
+def _no_self_check(backend: str, request: DispatchKey) -> str | None:
     return None
 
 
 #: Returns why a backend must not run a call, or None: :mod:`attnfast.ops.self_check` sets it.
-self_check: Callable[[str, DispatchKey], str | None] = _trust
+self_check: Callable[[str, DispatchKey], str | None] = _no_self_check
+#: Whether the self-check was not possible, so that the choice must not be cached.
+self_check_postponed = False
 
 
 @functools.cache
@@ -292,6 +296,14 @@ def unsupported_reason(backend: str, *properties) -> str | None:
     """Return why a backend cannot run a call, or None; ``properties``: fields of a DispatchKey."""
     request = DispatchKey(*properties)
     return BACKENDS[backend].unsupported_reason(request) or self_check(backend, request)
+
+
+def forget_choices() -> None:
+    """Let the next call of every kind choose its backend anew."""
+    global self_check_postponed
+    self_check_postponed = False
+    for cached in (unsupported_reason, _first_supported, _select):
+        cached.cache_clear()
 
 
 def check_backend(backend: object) -> None:
@@ -307,7 +319,7 @@ def ranked_backends(request: DispatchKey) -> list[str]:
 
 
 @functools.cache
-def _best(backend: str | None, *properties) -> str | None:
+def _first_supported(backend: str | None, *properties) -> str | None:
     order = ranked_backends(DispatchKey(*properties)) if backend is None else [backend]
     able = (x for x in order if x != "reference" and unsupported_reason(x, *properties) is None)
     return next(able, None)
@@ -328,7 +340,7 @@ def _warn_of_reference(reasons: str) -> None:
 
 
 @functools.cache
-def _choose(backend: str | None, *properties) -> str:
+def _select(backend: str | None, *properties) -> str:
     if backend is None:
         order = ranked_backends(DispatchKey(*properties))
         chosen = next(name for name in order if unsupported_reason(name, *properties) is None)
@@ -360,7 +372,10 @@ def try_select_backend(
     layer_feature: str = "",
 ) -> str | None:
     """Return the best compiled backend for a call, or the requested one; None if there is none."""
-    return _best(backend, device, dtype, operator, False, 0, history, layer_feature)
+    chosen = _first_supported(backend, device, dtype, operator, False, 0, history, layer_feature)
+    if self_check_postponed:
+        forget_choices()
+    return chosen
 
 
 @constant_in_graphs
@@ -375,14 +390,16 @@ def select_backend(
 ) -> str:
     """Return the backend for a call; raise RuntimeError if a requested one cannot run it.
 
-    The other arguments are those of a :class:`DispatchKey`.
+    ``step`` is True for one query of each sequence, ``filters`` the number of location filters, and
+    ``score`` the score of the call.
     """
     check_backend(backend)
-    name = (
-        backend if backend is None else str.__str__(backend)
-    )  # the string of an enumeration member
+    # str.__str__: the value of an enumeration member
+    name = backend if backend is None else str.__str__(backend)
     properties = DispatchKey(device, dtype, operator, step, filters, score=score)
-    chosen = _choose(name, *properties)
+    chosen = _select(name, *properties)
+    if self_check_postponed:
+        forget_choices()
     if is_recording():
         if name is None:
             record(operator, chosen, *reasons_against(chosen, *properties))
