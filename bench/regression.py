@@ -2,10 +2,11 @@
 
     python bench/regression.py [COMMIT]
 
-Both are timed in turns, each in a process of its own; the earlier commit is built in
-build/regression for this processor. What counts is CPU time on one thread, so that other programs
-hardly disturb. Exits with 1 if an operation takes more than 1.15 times as long as before in three
-comparisons, each of the least of nine measurements in new processes.
+Both are timed in turns, each in its own process. The earlier commit's library is in
+build/regression: built for this processor, or copied if its sources are the same. Times are CPU
+times on one thread, which other programs hardly affect. Exits with 1 if an operation takes more
+than 1.15 times as long as before in three comparisons, each of the least of nine measurements in
+new processes.
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ def make_operations() -> dict[str, Callable[[], object]]:
     def leaf(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.randn(*shape, dtype=dtype).requires_grad_()
 
-    def train(way: Callable, *leaves: torch.Tensor) -> Callable[[], object]:
-        return lambda: torch.autograd.grad(way(*leaves).float().sum(), leaves)
+    def train(function: Callable, *leaves: torch.Tensor) -> Callable[[], object]:
+        return lambda: torch.autograd.grad(function(*leaves).float().sum(), leaves)
 
-    def layer(of: type, dtype: torch.dtype = torch.float32, **options) -> Callable[[], object]:
-        made = of(64, 128, 128, nn.BahdanauAttention(128, 128, 128), **options).to(dtype)
+    def layer(cls: type, dtype: torch.dtype = torch.float32, **options) -> Callable[[], object]:
+        module = cls(64, 128, 128, nn.BahdanauAttention(128, 128, 128), **options).to(dtype)
         x, source = leaf(16, 20, 64, dtype=dtype), leaf(16, 20, 128, dtype=dtype)
-        return train(lambda x, source: made(x, made.prepare(source)).output, x, source)
+        return train(lambda x, source: module(x, module.prepare(source)).output, x, source)
 
     long = leaf(16, 40, 128), leaf(16, 40, 128), leaf(16, 40, 128)
     tiny = torch.randn(1, 1, 8), torch.randn(1, 5, 8), torch.randn(1, 5, 8), torch.randn(8)
@@ -91,8 +92,8 @@ def make_searches() -> dict[str, Callable[[], object]]:
     }
 
 
-def work() -> None:
-    """Time the operations whose names come by line, and print their seconds."""
+def serve_timings() -> None:
+    """Read names of operations from stdin, one per line, and print the seconds of each."""
     operations = make_operations()
     print(*operations, sep="\t", flush=True)
     for line in sys.stdin:
@@ -173,7 +174,7 @@ def main() -> None:
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
-        return work()
+        return serve_timings()
     page = (ROOT / "docs" / "speed.md").read_text()
     commit = args.commit or re.search(r"[Cc]ommit\s+([0-9a-f]{7,40})\b", page)[1]
     if git("cat-file", "-e", f"{commit}^{{commit}}").returncode:

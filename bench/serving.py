@@ -1,7 +1,7 @@
-"""Measures what docs/serving.md says of a search: memory, warm-up and threads.
+"""Measures the memory, warm-up and threads of a search, for docs/serving.md.
 
-``python bench/serving.py`` prints a line for each. A measurement runs in a process of its own, for
-the memory of a process never falls below its peak.
+``python bench/serving.py`` prints a line for each. Every measurement runs in its own process,
+because a process's reported peak of memory never decreases.
 """
 
 from __future__ import annotations

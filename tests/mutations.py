@@ -1463,6 +1463,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
             ("if is_known:", "if False:"),
             ("memory.write(name, process=os.getpid())", "pass"),
             ("memory.write(name)\n        raise", "raise"),
+            ("backends.self_check_postponed = True", "pass"),
         ],
         "Memory.find": [
             ('if _is_alive(entry["process"]):', "if False:"),
@@ -1475,7 +1476,6 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
             ('if wanted == "0" or not (on_gpu or wanted == "all"):', 'if wanted != "all":'),
             ("if on_gpu and torch.cuda.is_current_stream_capturing():", "if False:"),
         ],
-        "compare_once": [("backends.self_check_postponed = True", "pass")],
         "requests": [("if BACKENDS[backend].unsupported_reason(request) is None:", "if True:")],
     },
     ("attnfast/ops/backends.py", "tests/test_self_check.py"): {

@@ -568,8 +568,8 @@ def attend_with_history(
         check_flag("need_weights", need_weights)
         checked = coverage_call(call, temperature, coverage_weight, channels, log_previous)
         properties = (memory.backend, query.device, query.dtype, COVERAGE.name)
-        asked = {"filters": filters_of(checked), "score": checked.score}
-        if select_backend(*properties, **asked) == shared.backend:
+        number, score = filters_of(checked), checked.score
+        if select_backend(*properties, filters=number, score=score) == shared.backend:
             parameters = (coverage_weight, filters, channels, projection)
             return _attend_once_with_history(checked, shared, parameters, need_weights)
     try:
