@@ -3,17 +3,9 @@
 They are plain shared libraries on PyTorch's stable ABI, not Python modules: one wheel serves every
 Python from 3.10 and every torch from 2.10. Building needs torch's headers, of the torch that is
 installed where attnfast will be, also in a build that pip isolates. Without a C++ compiler, or if
-it fails, the package installs without the library: a text in its place says why, which
-`attnfast info` prints. `pip install -v` shows the progress.
-
-ATTNFAST_BUILD_CPU, ATTNFAST_BUILD_CUDA   0 leaves a library out, 1 stops without it
-TORCH_CUDA_ARCH_LIST="8.0 9.0"            the architectures of the CUDA library, PTX for the last
-ATTNFAST_BUILD_ISA=avx2                   the CPU library for one instruction set alone, which
-                                          builds in a third of the time; nothing checks that the
-                                          processor has it
-ATTNFAST_CXXFLAGS="-g"                    more flags for the C++ compiler and its linker
-CXX, CUDA_HOME, MAX_JOBS                  the compilers, and how many run at once
-_PYTHON_HOST_PLATFORM="linux-aarch64"     the platform to cross-compile for, by a CXX for it
+it fails, the package installs without the library: the file attnfast/_C_<name>.txt has the reason,
+which `attnfast info` prints. `pip install -v` shows the progress. docs/environment.md lists the
+environment variables.
 """
 
 import os
@@ -31,6 +23,7 @@ from typing import NamedTuple
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
+from setuptools.command.dist_info import dist_info
 
 ROOT = Path(__file__).parent
 OLDEST_TORCH = (2, 10)
@@ -77,7 +70,7 @@ def find_torch() -> Torch:
     )
 
 
-def compiler() -> list[str] | None:
+def find_compiler() -> list[str] | None:
     """Return the C++ compiler's command, $CXX and no other if that is set, or None."""
     chosen = os.environ.get("CXX")
     for command in [shlex.split(chosen)] if chosen else [["g++"], ["clang++"], ["c++"]]:
@@ -86,13 +79,13 @@ def compiler() -> list[str] | None:
     return None
 
 
-def nvcc() -> str | None:
+def find_nvcc() -> str | None:
     """Return nvcc's path, or None."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     return shutil.which("nvcc", path=f"{home}/bin") if home else shutil.which("nvcc")
 
 
-def products(library: Path) -> tuple[Path, Path]:
+def output_files(library: Path) -> tuple[Path, Path]:
     """Return the files of which a build leaves one: a library, or why there is none."""
     return library, library.with_suffix(".txt")
 
@@ -122,9 +115,9 @@ class Library(NamedTuple):
     summary: str
 
 
-def cpu_library(torch: Torch) -> Library:
+def describe_cpu_library(torch: Torch) -> Library:
     """Return the library of CPU kernels, its kernels once for each instruction set."""
-    cxx = [*compiler(), "-std=c++20", "-fPIC", "-fvisibility=hidden"]
+    cxx = [*find_compiler(), "-std=c++20", "-fPIC", "-fvisibility=hidden"]
     extra = shlex.split(os.environ.get("ATTNFAST_CXXFLAGS", ""))
     variants, only = VARIANTS, os.environ.get("ATTNFAST_BUILD_ISA")
     if only:
@@ -144,12 +137,12 @@ def cpu_library(torch: Torch) -> Library:
             units.append(Unit(f"{source.stem}_{variant}.o", source, [*cxx, *flags]))
     macos = SYSTEM == "macosx"  # a library need not name those in which it looks symbols up
     flags = ["-undefined", "dynamic_lookup"] if macos else ["-Wl,--no-as-needed"]
-    link = [*compiler(), "-shared", *extra, *flags]
-    summary = f"{compiler()[0]}; {', '.join(variants)}"
+    link = [*find_compiler(), "-shared", *extra, *flags]
+    summary = f"{find_compiler()[0]}; {', '.join(variants)}"
     return Library(units, link, "" if macos else "libtorch_cpu.so", summary)
 
 
-def cuda_library(torch: Torch) -> Library:
+def describe_cuda_library(torch: Torch) -> Library:
     """Return the library of CUDA kernels."""
     given = os.environ.get("TORCH_CUDA_ARCH_LIST") or "8.0 9.0 10.0"
     found = re.findall(r"(\d+)\.(\d)", given)
@@ -163,8 +156,16 @@ def cuda_library(torch: Torch) -> Library:
     flags = ["-std=c++20", "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden", TARGET, "-DUSE_CUDA"]
     flags += ["-ftz=true", "--threads", "2", *code, f"-I{torch.folder}/include"]
     sources = sorted(ROOT.glob("csrc/cuda/*.cu"))
-    units = [Unit(f"{source.stem}.o", source, [nvcc(), *flags]) for source in sources]
-    link = [nvcc(), "-shared", "-cudart", "shared", *code, f"-L{torch.folder}/lib", "-ltorch_cpu"]
+    units = [Unit(f"{source.stem}.o", source, [find_nvcc(), *flags]) for source in sources]
+    link = [
+        find_nvcc(),
+        "-shared",
+        "-cudart",
+        "shared",
+        *code,
+        f"-L{torch.folder}/lib",
+        "-ltorch_cpu",
+    ]
     link += ["-Xlinker", "--no-as-needed"]
     summary = "nvcc; " + ", ".join(x.rpartition("=")[2] for x in code)
     return Library(units, link, "libtorch_cuda.so", summary)
@@ -174,9 +175,12 @@ def reason_against(name: str, choice: str) -> str | None:
     """Return why a library is not built, or None."""
     if choice == "0":
         return f"ATTNFAST_BUILD_{name[3:].upper()} is 0"
-    if compiler() is None:
-        return "there is no C++ compiler (g++, clang++ or $CXX)"
-    if name == "_C_cuda" and nvcc() is None:
+    if find_compiler() is None:
+        chosen = os.environ.get("CXX")
+        return (
+            f"there is no $CXX, {chosen}" if chosen else "there is no C++ compiler (g++, clang++)"
+        )
+    if name == "_C_cuda" and find_nvcc() is None:
         return "there is no nvcc (on the path or in $CUDA_HOME/bin)"
     if name == "_C_cuda" and choice != "1" and find_torch().cuda is None:
         return "this torch is without CUDA (ATTNFAST_BUILD_CUDA=1 builds it nevertheless)"
@@ -199,7 +203,14 @@ def write_ninja(library: Library, folder: Path, name: str) -> None:
         objects, link, stubs = [x.object for x in library.units], library.link, []
         if library.needs:
             stubs = [library.needs]
-            stub = [*compiler(), "-shared", "-x", "c++", os.devnull, f"-Wl,-soname,{library.needs}"]
+            stub = [
+                *find_compiler(),
+                "-shared",
+                "-x",
+                "c++",
+                os.devnull,
+                f"-Wl,-soname,{library.needs}",
+            ]
             writer.build(stubs, "link", variables={"link": escape(shlex.join(stub))})
             link = [*link, "-L.", f"-l:{library.needs}"]
         command = escape(shlex.join([link[0], *objects, *link[1:]]))
@@ -244,7 +255,9 @@ class BuildLibraries(build_ext):
         out.parent.mkdir(parents=True, exist_ok=True)
         reason = reason_against(name, choice)
         if reason is None:
-            library = {"_C_cpu": cpu_library, "_C_cuda": cuda_library}[name](find_torch())
+            library = {"_C_cpu": describe_cpu_library, "_C_cuda": describe_cuda_library}[name](
+                find_torch()
+            )
             if not library.units:
                 raise SystemExit(
                     f"attnfast: {name} cannot be built: its sources in csrc/ are missing"
@@ -254,7 +267,7 @@ class BuildLibraries(build_ext):
             folder.mkdir(parents=True, exist_ok=True)
             write_ninja(library, folder, name)
             reason = run_ninja(folder)
-        for path in products(out):
+        for path in output_files(out):
             path.unlink(missing_ok=True)
         if reason is None:
             shutil.copy2(folder / out.name, out)
@@ -270,14 +283,27 @@ class BuildLibraries(build_ext):
         """Copy the libraries and reasons; delete those of an earlier build."""
         for ext in self.extensions:
             name = self.get_ext_filename(ext.name)
-            for built, copied in zip(products(Path(self.build_lib, name)), products(ROOT / name)):
+            for built, copied in zip(
+                output_files(Path(self.build_lib, name)), output_files(ROOT / name)
+            ):
                 copied.unlink(missing_ok=True)
                 if built.exists():
                     shutil.copy2(built, copied)
 
 
-class NameWheel(bdist_wheel):
-    """Names a wheel without any library as what it is, one for every platform."""
+class CheckTorch(dist_info):
+    """Looks for torch before pip downloads what the package needs, which torch is a part of."""
+
+    def run(self) -> None:
+        for name in libraries:
+            choice = os.environ.get(f"ATTNFAST_BUILD_{name[3:].upper()}", "")
+            if name == "_C_cpu" and reason_against(name, choice) is None:
+                find_torch()
+        super().run()
+
+
+class PlatformWheel(bdist_wheel):
+    """Tags a wheel without libraries as one for every platform."""
 
     def run(self) -> None:
         self.run_command("build_ext")
@@ -290,6 +316,6 @@ class NameWheel(bdist_wheel):
 libraries = ["_C_cpu"] + (["_C_cuda"] if list(ROOT.glob("csrc/cuda/*.cu")) else [])
 setup(
     ext_modules=[Extension(f"attnfast.{name}", [], optional=True) for name in libraries],
-    cmdclass={"bdist_wheel": NameWheel, "build_ext": BuildLibraries},
+    cmdclass={"bdist_wheel": PlatformWheel, "build_ext": BuildLibraries, "dist_info": CheckTorch},
     options={"bdist_wheel": {"py_limited_api": "cp310"}},
 )

@@ -436,7 +436,7 @@ def coverage_call(
             return x if x is None or x.dim() else x.expand(shape)
         if not is_finite(x) or abs(x) > torch.finfo(dtype).max:
             raise_value_error(name, "a finite number or a tensor", describe(x))
-        return filled(query, shape, x, dtype)
+        return filled(query, shape, float(x), dtype)  # an integer may be too large for torch
 
     penalty = number("penalty", call.penalty, (1,))
     transition_prob = number("transition_prob", call.transition_prob, query.shape[:-1])

@@ -312,7 +312,7 @@ def _check_rows(
 def log_prior(keys: Tensor, p: Tensor, sigma: float | Tensor, dtype: torch.dtype) -> Tensor:
     """Return −(j − p)² / 2σ² for the keys j ``[.., Tq, W]``, taken in ``dtype`` or wider."""
     dtype = torch.promote_types(dtype, p.dtype) if p.is_floating_point() else dtype
-    sigma = sigma.to(dtype).unsqueeze(-1) if isinstance(sigma, Tensor) else sigma
+    sigma = sigma.to(dtype).unsqueeze(-1) if isinstance(sigma, Tensor) else float(sigma)
     return -0.5 * ((keys - p.to(dtype).unsqueeze(-1)) / sigma).square()
 
 
@@ -372,4 +372,5 @@ def gaussian_bias(
     j = torch.arange(Tk, device=p.device)
     if isinstance(height, Tensor) and height.dim():
         height = height.unsqueeze(-1)
+    height = height if isinstance(height, Tensor) else float(height)  # an integer may be too large
     return (height * log_prior(j, p, sigma, dtype).exp()).to(dtype)

@@ -1454,29 +1454,29 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
             ("if failure is None and not error <= 1:", "if not error <= 1:"),
             ("8 * _distance(plain[name], want)", "8e9 * _distance(plain[name], want)"),
         ],
-        "_results": [("if made:", "if False:")],
+        "_results": [("if differentiable:", "if False:")],
         "compare": [
             ("if isinstance(result, torch.OutOfMemoryError):", "if False:"),
             ("thread.join(LIMIT)", "thread.join()"),
         ],
         "compare_once": [
             ("if is_known:", "if False:"),
-            ("memory.write(name, process=os.getpid())", "pass"),
-            ("memory.write(name)\n        raise", "raise"),
+            ("outcomes.write(name, process=os.getpid())", "pass"),
+            ("outcomes.write(name)\n        raise", "raise"),
             ("backends.self_check_postponed = True", "pass"),
         ],
-        "Memory.find": [
+        "OutcomeFile.load": [
             ('if _is_alive(entry["process"]):', "if False:"),
             ("if not isinstance(entry, dict):", "if entry is None:"),
         ],
-        "Memory._read": [("(OSError, ValueError)", "OSError")],
-        "Memory.write": [("contextlib.suppress(OSError)", "contextlib.suppress(ValueError)")],
+        "OutcomeFile._read": [("(OSError, ValueError)", "OSError")],
+        "OutcomeFile.write": [("contextlib.suppress(OSError)", "contextlib.suppress(ValueError)")],
         "reason_against": [
-            ('if wanted == "0" or not (on_gpu or wanted == "all"):', 'if wanted == "0":'),
-            ('if wanted == "0" or not (on_gpu or wanted == "all"):', 'if wanted != "all":'),
+            ('if mode == "0" or not (on_gpu or mode == "all"):', 'if mode == "0":'),
+            ('if mode == "0" or not (on_gpu or mode == "all"):', 'if mode != "all":'),
             ("if on_gpu and torch.cuda.is_current_stream_capturing():", "if False:"),
         ],
-        "requests": [("if BACKENDS[backend].unsupported_reason(request) is None:", "if True:")],
+        "comparisons": [("if BACKENDS[backend].unsupported_reason(request) is None:", "if True:")],
     },
     ("attnfast/ops/backends.py", "tests/test_self_check.py"): {
         "unsupported_reason": [(" or self_check(backend, request)", "")],

@@ -110,9 +110,9 @@ def test_version(capsys):
             "--label-smoothing must be 0.1 with a pointer-generator, got 0.2",
         ),
         ([*TRAIN, "--label-smoothing=1.5"], "--label-smoothing must be a number of at least 0 and"),
-        ([*TRAIN, "--clip=0"], "--clip must be a number above 0 and at most inf, got 0.0"),
+        ([*TRAIN, "--clip=0"], "--clip must be a number above 0, got 0.0"),
         ([*TRAIN, "--cell=qrnn"], r"--cell: invalid choice: 'qrnn' .*choose from rnn, gru, lstm"),
-        ([*TRAIN, "--sigma", "2"], "--sigma must be None for attention 'bahdanau'"),
+        ([*TRAIN, "--sigma", "2"], "--sigma must be left out for attention 'bahdanau'"),
         ([*TRAIN, "--device=abacus"], ".* got abacus: only cpu and cuda are supported"),
     ],
 )
@@ -729,6 +729,9 @@ def test_an_output_that_cannot_be_written_is_refused_before_the_work(files, monk
     monkeypatch.setattr(evaluate, "translate", None)
     arguments = ["translate", str(files / "model.pt"), "--input", str(files / "text"), "--output"]
     assert refused([*arguments, str(files)], capsys) == f"cannot write {files}: it is a folder"
+    assert refused([*arguments, str(files / "text")], capsys) == (
+        f"--output: expected another file than --input, got {files / 'text'}"
+    )
     nowhere = files / "nowhere" / "x"
     assert refused([*arguments, str(nowhere)], capsys) == (
         f"cannot write {nowhere}: there is no such folder"

@@ -432,6 +432,7 @@ def test_scores_that_are_no_numbers(find):
         find(Damaged(), START, LENGTHS, min_length=3)
 
 
+@pytest.mark.parametrize("attention", ["bahdanau", "predictive"])  # in one operator, and not
 @pytest.mark.parametrize("find", [greedy_search, beam_search, sample])
 @pytest.mark.parametrize(
     ("options", "message"),
@@ -443,10 +444,13 @@ def test_scores_that_are_no_numbers(find):
         ({"start": 12}, "start must be a word below 12, got 12"),
         ({"end": 99}, "end must be a word below 12, got 99"),
         ({"prefix": [[2**63]] * 2}, "prefix must be a list of word ids for each sentence"),
+        ({"prefix": [[], [12]]}, "prefix must be of words below 12, got 12"),
+        ({"word_mask": torch.ones(2, 0, dtype=torch.bool)}, "with V = 12, .* got V = 0"),
+        ({"forbidden": b"\5"}, "forbidden must be a list of word ids"),
     ],
 )
-def test_words_of_another_vocabulary(find, options, message):
-    model = build(Config(12, embed_dim=4, hidden_dim=4)).eval()
+def test_words_of_another_vocabulary(find, options, message, attention):
+    model = build(Config(12, embed_dim=4, hidden_dim=4, attention=attention)).eval()
     with pytest.raises((InputError, TypeError), match=message):
         find(model, START, LENGTHS, **options)
 
@@ -454,6 +458,9 @@ def test_words_of_another_vocabulary(find, options, message):
 def test_a_mask_may_leave_out_the_words_that_only_sources_have():
     model = build(Config(12, embed_dim=4, hidden_dim=4, pointer_generator=True)).eval()
     source = START + 10 * (START == 6)  # X is 5
+    assert greedy_search(model, source, LENGTHS, prefix=[[16], []]).sequences[0, 0, 0] == 16
+    with pytest.raises(InputError, match="prefix must be of words below 17, got 17"):
+        greedy_search(model, source, LENGTHS, prefix=[[17], []])
     for words, is_right in ((12, True), (17, True), (16, False), (11, False)):
         mask = torch.ones(words, dtype=torch.bool)
         if is_right:

@@ -217,7 +217,7 @@ def test_works_without_the_compiled_library():
     assert done.returncode == 0, done.stderr
     assert "torch.Size([2, 3, 4]) None" in done.stdout
     assert done.stderr.count("attnfast runs on its reference implementation") == 1
-    assert "install attnfast again with a C++ compiler" in done.stderr
+    assert "install attnfast again with a C++ compiler that works" in done.stderr
 
 
 def test_info_needs_no_optional_package():
@@ -321,6 +321,8 @@ def test_build_without_a_compiler(source):
     assert done.returncode == 0, done.stderr
     assert "_C_cpu not built: there is no C++ compiler" in done.stdout
     assert not list(source.glob("out/**/*.so"))
+    done = build(source, CXX="nonexistent")
+    assert "_C_cpu not built: there is no $CXX, nonexistent" in done.stdout
 
 
 #: A compiler that is done at once: it says its arguments, and leaves an empty file where told.
@@ -592,6 +594,13 @@ def test_one_query_is_a_step(queries, monkeypatch):
     )
     attnfast.dot_attention(*(torch.zeros(2, n, 4) for n in (queries, 3, 3)))
     assert asked == [queries == 1]
+
+
+def test_info_tells_of_a_setting_with_which_calls_fail():
+    done = python("from attnfast.translate.cli import main; main(['info'])", ATTNFAST_CPU_ISA="x")
+    assert "cpu        off: ATTNFAST_CPU_ISA must be portable, avx2 or avx512" in done.stdout
+    done = python("import attnfast", ATTNFAST_LOG="dispatch,x")
+    assert "ATTNFAST_LOG must be 'dispatch', got 'dispatch,x'" in done.stderr
 
 
 def test_sources_that_are_not_installed_say_so(source):

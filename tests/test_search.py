@@ -887,6 +887,7 @@ def test_int8_needs_the_operator():
     with pytest.raises(InputError, match="but a scorer judges hypotheses"):
         beam_search(made.float(), *sources, int8=True, scorer=scorer)
     made, *sources = model_and_sources("bahdanau", pointer_generator=True)
+    sources[0][0, 0] = 61  # a word that only sources have, as the start then
     with pytest.raises(InputError, match="but the start, 60, is not in the vocabulary of 60 words"):
         greedy_search(made.float(), *sources, int8=True, start=60)
 

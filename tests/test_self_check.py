@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import attnfast
+from attnfast._utils.checks import InputError
 from attnfast.ops import backends, self_check
 from attnfast.ops.attention import ATTENTION
 from attnfast.ops.backends import DispatchKey
@@ -27,7 +28,7 @@ pytestmark = pytest.mark.skipif(
 def forget() -> None:
     """Let the next call choose its backend as the first one of a process does."""
     backends.forget_choices()
-    self_check._memory.cache_clear()
+    self_check._outcome_file.cache_clear()
 
 
 @pytest.fixture
@@ -174,7 +175,7 @@ def test_it_is_done_once(folder, monkeypatch):
 
 def test_what_did_not_end_is_left_out(folder, monkeypatch):
     """As after a crash; but another process may be at it."""
-    done, memory = count_comparisons(monkeypatch), self_check.Memory(CPU)
+    done, memory = count_comparisons(monkeypatch), self_check.OutcomeFile(CPU)
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     memory.write(NAME, process=os.getpid())
@@ -244,7 +245,7 @@ def test_every_score_is_compared_by_its_own_name(folder):
 
 @pytest.mark.parametrize("content", ["", "[]", '{"cpu attention of float32, tanh": 3}', "{"])
 def test_a_damaged_file_is_written_again(folder, content):
-    memory = self_check.Memory(CPU)
+    memory = self_check.OutcomeFile(CPU)
     folder.mkdir()
     memory.path.write_text(content)
     attend()
@@ -308,6 +309,31 @@ def test_a_wrong_operator_ends_the_command_with_1(folder, monkeypatch, capsys):
     assert main(["check", "--device=cpu"]) == 0  # compares again
     forget()
     assert attnfast.explain(attend).choices[0].ran == "cpu"
+
+
+def test_a_command_that_compares_nothing_says_so(folder, monkeypatch, capsys):
+    monkeypatch.setattr(backends.Cpu, "unsupported_reason", lambda *_: "it was not built")
+    forget()
+    assert main(["check", "--device=cpu"]) == 1
+    said = capsys.readouterr().out
+    assert "\nno backend to compare with the reference\n" in said
+    assert "\ncpu: it was not built\n" in said
+
+
+def test_an_unknown_setting_is_refused(folder, monkeypatch):
+    monkeypatch.setenv("ATTNFAST_SELF_CHECK", "2")
+    with pytest.raises(InputError, match="ATTNFAST_SELF_CHECK must be 0, 1 or all, got"):
+        attend()
+
+
+def test_a_full_disk_keeps_no_part_of_a_file(folder, monkeypatch):
+    def full(path, text):
+        path.touch()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(type(folder), "write_text", full)
+    attend()
+    assert list(folder.iterdir()) == []
 
 
 def test_tritons_attention_is_as_the_reference():

@@ -6,6 +6,7 @@ import collections
 import logging
 import os
 import threading
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, ParamSpec, TypeVar
@@ -70,7 +71,10 @@ _logged: set[Choice] | None = None  # choices that have been logged, if any are 
 def _log_if_asked() -> None:
     """Log each choice once to stderr if the environment has ATTNFAST_LOG=dispatch."""
     global _logged
-    if "dispatch" in os.environ.get("ATTNFAST_LOG", "").split(","):
+    kinds = list(filter(None, os.environ.get("ATTNFAST_LOG", "").split(",")))
+    if set(kinds) - {"dispatch"}:
+        warnings.warn(f"ATTNFAST_LOG must be 'dispatch', got {','.join(kinds)!r}", stacklevel=2)
+    if "dispatch" in kinds:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("attnfast: %(message)s"))
         LOGGER.addHandler(handler)

@@ -62,7 +62,8 @@ def check_default(x: Any, name: str, where: str) -> None:
     """Raise InputError unless a setting, which is unused ``where``, has its default."""
     value, default = getattr(x, name), getattr(type(x), name)
     if value != default:
-        raise InputError(argument_message(name, f"{default} {where}", value))
+        expected = "left out" if default is None else default
+        raise InputError(argument_message(name, f"{expected} {where}", value))
 
 
 def _check(setting: Field[Any], value: Any) -> None:
@@ -82,7 +83,8 @@ def _check(setting: Field[Any], value: Any) -> None:
             is_infinite = isinstance(value, float) and value == math.inf
             fits = is_finite(value) or (is_infinite and bounds.get("at_most") == math.inf)
         if not (fits and all(BOUNDS[bound][0](value, x) for bound, x in bounds.items())):
-            limits = " and ".join(f"{BOUNDS[bound][1]} {_text(x)}" for bound, x in bounds.items())
+            finite = {bound: x for bound, x in bounds.items() if x != math.inf}
+            limits = " and ".join(f"{BOUNDS[bound][1]} {_text(x)}" for bound, x in finite.items())
             raise_value_error(name, f"{noun} {limits}".strip(), describe(value))
 
 

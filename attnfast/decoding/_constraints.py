@@ -72,6 +72,20 @@ class Constraints(NamedTuple):
         }
         return self._replace(**tensors)
 
+    def check_words(self, V: int) -> None:
+        """Raise InputError unless start, end and prefix are among V words.
+
+        Start and prefix may have words that only sources have.
+        """
+        words = V + self.num_oov
+        for name, word, most in (("start", self.start, words), ("end", self.end, V)):
+            if word >= most:
+                raise InputError(argument_message(name, f"a word below {most}", word))
+        if self.prefix is not None and self.prefix.numel():
+            last = int(self.prefix.max())
+            if last >= words:
+                raise InputError(argument_message("prefix", f"of words below {words}", last))
+
     def for_operator(self, V: int) -> dict[str, Any]:
         """Return the arguments of the operator ``search`` that constrain words."""
         mask = torch.ones(1, V, dtype=torch.bool, device=self.limits.device)
@@ -99,6 +113,8 @@ class Constraints(NamedTuple):
             share: λ of (1 − λ) · own + λ · other.
         """
         V = logits.shape[-1]
+        if words.shape[1] == 1:
+            self.check_words(V - self.num_oov)
         is_end = torch.arange(V, device=logits.device) == self.end
         # Impossible words of a pointer-generator, including the unknown words of other sentences.
         logits = logits.masked_fill(logits == LOWEST, -math.inf)
@@ -178,7 +194,7 @@ def make_constraints(
         raise InputError(argument_message("min_length", f"below {MAX_INT32}", min_length))
     for name, word in (("start", start), ("end", end)):
         check_count(name, word, 0)
-    listed = isinstance(forbidden, Sequence) and not isinstance(forbidden, str)
+    listed = isinstance(forbidden, Sequence) and not isinstance(forbidden, (str, bytes))
     if not listed or not all(is_int(x) and x >= 0 for x in forbidden):
         raise_type_error("forbidden", "a list of word ids", describe(forbidden))
     if end in forbidden:
@@ -192,7 +208,7 @@ def make_constraints(
             raise InputError(argument_message("max_length", expected, max_length))
     if word_mask is not None:
         check_array("word_mask", word_mask, "boolean", ("V",), (B, "V"))
-        word_mask = word_mask.view(-1, word_mask.shape[-1])
+        word_mask = word_mask.unsqueeze(0) if word_mask.dim() == 1 else word_mask
     table = None
     if prefix is not None:
         table = _prefix_table(prefix, B, max_length, {*forbidden, end})

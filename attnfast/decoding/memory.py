@@ -357,6 +357,10 @@ def prepare(
     if mask is not None:
         check_tensor("mask", mask)
         if mask.dim() == 2:
+            rows = key.shape[0], key.shape[-2]
+            if any(a not in (1, b) for a, b in zip(mask.shape, rows)):
+                expected = f"{list(rows)}, or 1 instead of a size, to fit key"
+                raise_value_error("mask", expected, list(mask.shape))
             mask = mask[:, None] if key.dim() == 3 else mask[:, None, None]
     one = key.new_empty((*key.shape[:-2], 1, key.shape[-1]))  # a query that fits
     activation = check_activation(activation)

@@ -373,6 +373,8 @@ def _begin(
     limits = constraints.limits.tolist()
     memory, state = model.encode(source, lengths)
     constraints = constraints._replace(num_oov=getattr(memory, "num_oov", 0))
+    if isinstance(embedding := getattr(model, "embedding", None), torch.nn.Embedding):
+        constraints.check_words(embedding.num_embeddings)
     return Search(
         model, memory, state, constraints.on(source.device), limits,
         scorer if scorer_weight else None, scorer_weight, need_weights, int8,
@@ -406,10 +408,8 @@ def _run_operator(name: str, search: Search, **options: Any) -> SearchOutput | N
             call, backend, reason = make_inputs(*sources)
             if search.int8 and backend is None:
                 *_, reason = explain(make_inputs, *sources).output  # in full
-    for option in ("start", "end"):
-        word = getattr(search.constraints, option)
-        if call is not None and word >= len(call.embedding):
-            raise InputError(argument_message(option, f"a word below {len(call.embedding)}", word))
+    if call is not None:
+        search.constraints.check_words(len(call.embedding))
     if search.int8 and call is not None and call.embedding.dtype == torch.float64:
         reason, call, backend = "the model is float64", None, None
     if search.int8 and backend not in (None, "cpu"):

@@ -56,7 +56,7 @@ def load_library(name: str) -> str | None:
             return reason
         why = path.with_suffix(".txt")  # see setup.py
         reason = f": {why.read_text().strip()}" if why.exists() else ""
-        needed = "a C++ compiler" if name == "_C_cpu" else "nvcc"
+        needed = "a C++ compiler that works" if name == "_C_cpu" else "nvcc"
         return f"{path.name} was not built{reason}; install attnfast again with {needed}"
     try:
         torch.ops.load_library(str(path))

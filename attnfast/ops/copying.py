@@ -100,6 +100,8 @@ def check(call: CopyInputs | CopyBackward) -> None:
         raise_value_error("source", f"int64 or int32 of shape {shape} to fit the weights", got)
     if not isinstance(num_oov, (int, torch.SymInt)) or not 0 <= num_oov < 2**31:
         raise_value_error("num_oov", "an integer, at least 0", describe(num_oov))
+    if source.numel() and V + num_oov < 1:
+        raise_value_error("logits", "[B, Tq, V] with V > 0 for a source", list(logits.shape))
     check_words("source", source, V + num_oov)
 
 

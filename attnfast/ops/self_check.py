@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from attnfast._utils.checks import InputError, argument_message
 from attnfast.ops import backends
 from attnfast.ops.arguments import SCORES
 from attnfast.ops.attention import ATTENTION, AttentionInputs
@@ -42,7 +43,7 @@ from attnfast.ops.recurrent import RECURRENT, RecurrentInputs
 from attnfast.ops.scores import SCORING, ScoreInputs
 from attnfast.ops.search import SEARCH, SearchInputs
 
-#: Seconds after which an operator counts as one that hangs; Triton may compile for half of them.
+#: Seconds after which an operator counts as hanging; compiling its Triton kernels takes up to half.
 LIMIT = 120.0
 #: The largest error, relative to the largest number of a result, or to 1. It may also be eight
 #: times that of the reference in the same dtype.
@@ -67,8 +68,8 @@ class _Numbers:
     def weights(self, *shape: int) -> Tensor:
         return self(*shape).softmax(-1)
 
-    def words(self, most: int, *shape: int) -> Tensor:
-        return torch.randint(most, shape, generator=self.generator)
+    def words(self, vocabulary: int, *shape: int) -> Tensor:
+        return torch.randint(vocabulary, shape, generator=self.generator)
 
 
 def _attention(request: DispatchKey) -> AttentionInputs:
@@ -165,26 +166,26 @@ def _results(
         own = accumulation_dtype(dtype) if name in _ACCUMULATED else dtype
         return x.to(device, own).requires_grad_(operator is not SEARCH)
 
-    given = {name: moved(name, x) for name, x in call._asdict().items()}
-    returned = run(operator, type(call)(**given), backend)._asdict()
-    found = {k: x for k, x in returned.items() if isinstance(x, Tensor) and x.numel()}
+    arguments = {name: moved(name, x) for name, x in call._asdict().items()}
+    outputs = run(operator, type(call)(**arguments), backend)._asdict()
+    results = {k: x for k, x in outputs.items() if isinstance(x, Tensor) and x.numel()}
     noise = _Numbers()
     fields = operator.Backward._fields if hasattr(operator, "Backward") else ("grad_scores",)
-    made = {k: x for k, x in found.items() if x.requires_grad and f"grad_{k}" in fields}
-    leaves = {name: x for name, x in given.items() if isinstance(x, Tensor) and x.requires_grad}
-    if made:
-        terms = [(x.double() * noise(*x.shape).to(device)).sum() for x in made.values()]
+    differentiable = {k: x for k, x in results.items() if x.requires_grad and f"grad_{k}" in fields}
+    leaves = {name: x for name, x in arguments.items() if isinstance(x, Tensor) and x.requires_grad}
+    if differentiable:
+        terms = [(x.double() * noise(*x.shape).to(device)).sum() for x in differentiable.values()]
         loss = torch.stack(terms).sum()
         grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
         for name, grad in zip(leaves, grads):
             if grad is not None:
-                found[f"the gradient of {name}"] = grad
+                results[f"the gradient of {name}"] = grad
     first = operator.Result._fields[0]
-    fewer = {"need_weights": False} if "need_weights" in given else {}
+    fewer = {"need_weights": False} if "need_weights" in arguments else {}
     with torch.no_grad():
-        again = run(operator, type(call)(**{**given, **fewer}), backend)
-    found[f"{first} without gradients"] = getattr(again, first)
-    return {name: x.detach().to("cpu", torch.float64) for name, x in found.items()}
+        again = run(operator, type(call)(**{**arguments, **fewer}), backend)
+    results[f"{first} without gradients"] = getattr(again, first)
+    return {name: x.detach().to("cpu", torch.float64) for name, x in results.items()}
 
 
 def _rounded(call: Any, dtype: torch.dtype) -> Any:
@@ -220,29 +221,29 @@ def compare(backend: str, request: DispatchKey) -> Comparison:
     Raises:
         torch.OutOfMemoryError: there is too little memory for small inputs.
     """
-    found: list[Comparison | BaseException] = []
+    outcome: list[Comparison | BaseException] = []
 
     def work() -> None:
         try:
-            found.append(_compare(backend, request))
+            outcome.append(_compare(backend, request))
         except Exception as error:
-            found.append(error)
+            outcome.append(error)
 
     begin = time.perf_counter()
     thread = threading.Thread(target=work, name="attnfast-self-check", daemon=True)
     thread.start()
     thread.join(LIMIT)
     seconds = time.perf_counter() - begin
-    if not found:
+    if not outcome:
         return Comparison(f"it did not end within {LIMIT:.0f} seconds", math.inf, seconds)
-    (result,) = found
+    (result,) = outcome
     if isinstance(result, Comparison):
         return result._replace(seconds=seconds)
     if isinstance(result, torch.OutOfMemoryError):
         raise result
-    said = " ".join(str(result).split())
-    said = said if len(said) <= 200 else f"{said[:199]}…"
-    return Comparison(f"{type(result).__name__}: {said}", math.inf, seconds)
+    message = " ".join(str(result).split())
+    message = message if len(message) <= 200 else f"{message[:199]}…"
+    return Comparison(f"{type(result).__name__}: {message}", math.inf, seconds)
 
 
 def _compare(backend: str, request: DispatchKey) -> Comparison:
@@ -273,7 +274,7 @@ def _distance(a: Tensor, b: Tensor) -> float:
     return float(differs.max()) if differs.numel() else 0.0
 
 
-# ---- what is known ------------------------------------------------------------------------------
+# ---- stored outcomes ----------------------------------------------------------------------------
 
 
 def identity(device: torch.device) -> list[str]:
@@ -301,11 +302,11 @@ def identity(device: torch.device) -> list[str]:
     return parts
 
 
-class Memory:
-    """Outcomes of earlier comparisons, in a file of its own for each identity.
+class OutcomeFile:
+    """The file of outcomes of earlier comparisons, one file for each identity.
 
-    A comparison is written down before it begins, so that a process that it ends, or that is ended
-    while it hangs, leaves a trace. A folder that cannot be written to is no error.
+    Each comparison is recorded before it starts, so that the next process detects a crash or a hang
+    that was killed. A folder that cannot be written to is no error.
     """
 
     def __init__(self, device: torch.device):
@@ -315,31 +316,34 @@ class Memory:
 
     def _read(self) -> dict[str, Any]:
         try:
-            found = json.loads(self.path.read_text())
+            entries = json.loads(self.path.read_text())
         except (OSError, ValueError):
             return {}
-        return found if isinstance(found, dict) else {}
+        return entries if isinstance(entries, dict) else {}
 
-    def find(self, name: str) -> tuple[bool, str | None]:
+    def load(self, name: str) -> tuple[bool, str | None]:
         """Return whether a comparison is known, and its failure."""
         entry = self._read().get(name)
         if not isinstance(entry, dict):
             return False, None
         if "process" not in entry:
             return True, entry.get("failure")
-        if _is_alive(entry["process"]):  # another process is at it
+        if _is_alive(entry["process"]):  # another process is comparing
             return False, None
         return True, f"an earlier comparison did not end ({self.path} has it)"
 
     def write(self, name: str, **entry: Any) -> None:
-        """Keep an entry of a comparison; without any, forget it."""
+        """Store the entry of a comparison, or remove it if it is empty."""
+        part = self.path.with_suffix(f".{os.getpid()}")
         with contextlib.suppress(OSError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             known = {k: v for k, v in self._read().items() if k != name}
             text = json.dumps(known | ({name: entry} if entry else {}), indent=1)
-            part = self.path.with_suffix(f".{os.getpid()}")
-            part.write_text(text)
-            part.replace(self.path)
+            try:
+                part.write_text(text)
+                part.replace(self.path)
+            except OSError:  # a full disk
+                part.unlink(missing_ok=True)
 
 
 def _is_alive(process: Any) -> bool:
@@ -353,12 +357,12 @@ def _is_alive(process: Any) -> bool:
 
 
 @functools.cache
-def _memory(device: torch.device) -> Memory:
-    return Memory(device)
+def _outcome_file(device: torch.device) -> OutcomeFile:
+    return OutcomeFile(device)
 
 
 def name_of(backend: str, request: DispatchKey) -> str:
-    """Return a comparison in words: "cuda attention of float32, tanh, a step"."""
+    """Return the name of a comparison: "cuda attention of float32, tanh, a step"."""
     words = [f"{backend} {request.operator} of {str(request.dtype).removeprefix('torch.')}"]
     if request.operator in ("attention", "coverage_attention", "scores"):
         words.append(request.score)
@@ -369,34 +373,36 @@ def name_of(backend: str, request: DispatchKey) -> str:
 
 def compare_once(backend: str, request: DispatchKey) -> str | None:
     """Return what is wrong with an operator, from the file or by a comparison."""
-    memory, name = _memory(request.device), name_of(backend, request)
-    is_known, failure = memory.find(name)
+    outcomes, name = _outcome_file(request.device), name_of(backend, request)
+    is_known, failure = outcomes.load(name)
     if is_known:
         return failure
-    memory.write(name, process=os.getpid())
+    outcomes.write(name, process=os.getpid())
     try:
-        found = compare(backend, request)
+        comparison = compare(backend, request)
     except torch.OutOfMemoryError:  # which says nothing about the operator
-        memory.write(name)
+        outcomes.write(name)
         backends.self_check_postponed = True
         return None
     except BaseException:  # Ctrl-C
-        memory.write(name)
+        outcomes.write(name)
         raise
-    remember(backend, request, found)
-    return found.failure
+    store_outcome(backend, request, comparison)
+    return comparison.failure
 
 
-def remember(backend: str, request: DispatchKey, found: Comparison) -> None:
+def store_outcome(backend: str, request: DispatchKey, comparison: Comparison) -> None:
     """Store the outcome of a comparison."""
-    _memory(request.device).write(name_of(backend, request), failure=found.failure)
+    _outcome_file(request.device).write(name_of(backend, request), failure=comparison.failure)
 
 
 def reason_against(backend: str, request: DispatchKey) -> str | None:
     """Return why a backend must not run a call: its self-check has failed; or None."""
-    wanted = os.environ.get("ATTNFAST_SELF_CHECK", "1")
+    mode = os.environ.get("ATTNFAST_SELF_CHECK") or "1"
+    if mode not in ("0", "1", "all"):
+        raise InputError(argument_message("ATTNFAST_SELF_CHECK", "0, 1 or all", mode))
     on_gpu = request.device.type == "cuda" and torch.cuda.is_available()
-    if wanted == "0" or not (on_gpu or wanted == "all"):
+    if mode == "0" or not (on_gpu or mode == "all"):
         return None
     if backend == "reference" or request.operator not in OPERATORS or request.layer_feature:
         return None
@@ -415,7 +421,7 @@ def reason_against(backend: str, request: DispatchKey) -> str | None:
 backends.self_check = reason_against
 
 
-def requests(device: torch.device, complete: bool) -> Iterator[tuple[str, DispatchKey]]:
+def comparisons(device: torch.device, complete: bool) -> Iterator[tuple[str, DispatchKey]]:
     """Yield the comparisons for a device: those of float32, or all."""
     dtypes = list(TOLERANCE) if complete else [torch.float32]
     for backend, dtype, operator in (

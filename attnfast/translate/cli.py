@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+import attnfast
 from attnfast import __version__
 from attnfast._utils import config_file, progress
 from attnfast._utils.checks import InputError, argument_message, describe, optional, reason
@@ -328,6 +329,10 @@ def translate(args: argparse.Namespace) -> None:
     if options.alignments and args.format != "json":
         raise InputError(f"--alignments: expected --format json, got {args.format}")
     to_text = _to_json if args.format == "json" else partial(_to_text, options.n_best)
+    if args.output is not None and args.input is not None:
+        paths = Path(args.input), Path(args.output)
+        if all(x.exists() for x in paths) and paths[0].samefile(paths[1]):
+            raise InputError(f"--output: expected another file than --input, got {args.output}")
     if args.output is None:
         _check_output()
     else:
@@ -489,7 +494,19 @@ def info(args: argparse.Namespace) -> None:
     for name in BACKENDS:
         device = torch.device("cuda" if name in ("cuda", "triton") and cuda else "cpu")
         refusal = unsupported_reason(name, device, torch.float32)
+        if name == "cpu" and refusal is None:
+            refusal = _cpu_setting_error()
         print(f"{name:<10} {'on' if refusal is None else f'off: {refusal}'}")
+
+
+def _cpu_setting_error() -> str | None:
+    """Return why a call on the CPU fails, as with an unknown ATTNFAST_CPU_ISA, or None."""
+    x = torch.zeros(1, 1, 1)
+    try:
+        attnfast.dot_attention(x, x, x, backend="cpu")
+    except RuntimeError as error:
+        return str(error)
+    return None
 
 
 def _print_versions() -> bool:
@@ -514,15 +531,24 @@ def check(args: argparse.Namespace) -> int:
     device = _device(args.device, None)
     _print_versions()
     print(f"\n{'operator':<64} {'error, % of allowed':>20} {'seconds':>8}")
-    failures = []
-    for backend, request in self_check.requests(device, args.all):
+    compared, failures = 0, []
+    for backend, request in self_check.comparisons(device, args.all):
+        compared += 1
         name = self_check.name_of(backend, request)
         found = self_check.compare(backend, request)
         share = f"{100 * found.error:.1f}" if math.isfinite(found.error) else "–"
         print(f"{name:<64} {share:>20} {found.seconds:>8.2f}", flush=True)
-        self_check.remember(backend, request, found)
+        self_check.store_outcome(backend, request, found)
         if found.failure is not None:
             failures.append(f"{name}: {found.failure}")
+    if not compared:
+        reasons = (
+            f"{name}: {unsupported_reason(name, device, torch.float32)}"
+            for name in BACKENDS
+            if name != "reference"
+        )
+        print("", "no backend to compare with the reference", *reasons, sep="\n")
+        return 1
     print("", *(failures or ["all as the reference"]), sep="\n")
     return bool(failures)
 

@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from attnfast._utils.checks import InputError, check_choice, optional, reason
+from attnfast._utils.checks import InputError, argument_message, check_choice, optional, reason
 from attnfast.models import BOS, EOS, PAD, UNK
 
 #: First bytes of a gzip file.
@@ -304,6 +304,9 @@ class SubwordTokenizer:
         except RuntimeError as error:
             detail = str(error).strip().splitlines()[-1].rpartition("] ")[2]
             limit = re.search(r"value <= (\d+)|\d+ vs (\d+)", detail)
+            if limit is None and vocab_size <= EOS:
+                expected = f"above {EOS}, the last special id"
+                raise InputError(argument_message("vocab_size", expected, vocab_size)) from error
             if limit is None:
                 raise InputError(f"cannot learn subwords of this text: {detail[:80]}") from error
             bound = f"at most {limit[1]}" if limit[1] else f"at least {limit[2]}"
