@@ -4,8 +4,8 @@ They are plain shared libraries on PyTorch's stable ABI, not Python modules: one
 Python from 3.10 and every torch from 2.10. Building needs torch's headers, of the torch that is
 installed where attnfast will be, also in a build that pip isolates. Without a C++ compiler, or if
 it fails, the package installs without the library: the file attnfast/_C_<name>.txt has the reason,
-which `attnfast info` prints. `pip install -v` shows the progress. docs/environment.md lists the
-environment variables.
+which `attnfast info` prints. `pip install -v` shows the progress. ATTNFAST_BUILD_CPU and the other
+environment variables are listed in docs/environment.md.
 """
 
 import os

@@ -130,7 +130,6 @@ TABLES = {
             for score in SCORES
             for features in (32, 128, 512)
         },
-        seeds=1,
     ),
     "fixed-vector": Table(
         {
@@ -140,7 +139,6 @@ TABLES = {
             },
             "attention, 64 features": {"hidden_dim": 32},
         },
-        seeds=1,
         write=write_copies,
     ),
     "coverage": Table(
@@ -196,7 +194,6 @@ TABLES = {
             )
             for scale in (0.01, 0.1, 1.0, 10.0)
         },
-        seeds=1,
     ),
     "multi30k": Table(
         {

@@ -1,4 +1,4 @@
-"""Kernels for 64-bit Arm in an emulator, against the float64 oracle: tests/aarch64.sh runs more.
+"""Test the kernels for 64-bit Arm in an emulator; tests/aarch64.sh runs more cases.
 
 Debian: apt install g++-aarch64-linux-gnu qemu-user-static
 """
@@ -31,7 +31,7 @@ def program(tmp_path_factory) -> Path:
     return path
 
 
-def run(program: Path, call: int, given: list, results: list[tuple], cpu: str = "max") -> list:
+def run(program: Path, call: int, given: list, outputs: list[tuple], cpu: str = "max") -> list:
     """Run a kernel with numbers and tensors; return tensors of these dtypes and shapes."""
     sent = [torch.tensor([x]) if isinstance(x, int) else x.detach() for x in (call, *given)]
     done = subprocess.run(
@@ -41,7 +41,7 @@ def run(program: Path, call: int, given: list, results: list[tuple], cpu: str = 
     )
     assert done.returncode == 0, done.stderr
     flat, start, tensors = bytearray(done.stdout), 0, []
-    for dtype, shape in results:
+    for dtype, shape in outputs:
         count = torch.Size(shape).numel()
         tensor = torch.frombuffer(flat, dtype=dtype, count=count, offset=start) if count else (
             torch.empty(0, dtype=dtype))  # fmt: skip
@@ -91,8 +91,8 @@ class Attention(torch.autograd.Function):
         return None, None, query, key, value, vector, bias, None, None
 
 
-def emulated(program: Path):
-    """Return attention as its eager code has it."""
+def make_emulated_attention(program: Path):
+    """Return a function with the signature of the eager code."""
 
     def attend(
         query, key, value, score_vector=None, bias=None, mask=None, lengths=None, activation="tanh"
@@ -119,24 +119,24 @@ TABLE = [x for x in attention_cases.cases() if x.elements <= 40_000] + attention
 
 @pytest.mark.parametrize("case", TABLE, ids=str)
 def test_attention(case, program):
-    got = results(case, inputs(case), emulated(program))
+    got = results(case, inputs(case), make_emulated_attention(program))
     check(case, got, oracle(case), losses(case, attention_cases.eager))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("left_turned", [0, 1])
-@pytest.mark.parametrize("right_turned", [0, 1])
+@pytest.mark.parametrize("left_transposed", [0, 1])
+@pytest.mark.parametrize("right_transposed", [0, 1])
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (7, 9, 5), (65, 33, 40), (130, 70, 300), (3, 8, 600)])
-def test_product(dtype, left_turned, right_turned, sizes, program):
+def test_product(dtype, left_transposed, right_transposed, sizes, program):
     M, N, K = sizes
     g = torch.Generator().manual_seed(0)
     left, right, bias = (torch.randn(x, generator=g).to(dtype) for x in ((M, K), (K, N), (N,)))
-    given = [left.T if left_turned else left, right.T if right_turned else right, bias]
-    numbers = [DTYPES.index(dtype), M, N, K, left_turned, right_turned]
-    results = [(dtype, (M, N)), *([(dtype, (M,))] if left_turned else [])]
+    given = [left.T if left_transposed else left, right.T if right_transposed else right, bias]
+    numbers = [DTYPES.index(dtype), M, N, K, left_transposed, right_transposed]
+    outputs = [(dtype, (M, N)), *([(dtype, (M,))] if left_transposed else [])]
     wanted = [bias.double() + left.double() @ right.double(), left.double().sum(1)]
     rounding = 4 * torch.finfo(dtype).eps * K**0.5
-    for got, want in zip(run(program, PRODUCT, [*numbers, *given], results), wanted):
+    for got, want in zip(run(program, PRODUCT, [*numbers, *given], outputs), wanted):
         torch.testing.assert_close(got.double(), want, rtol=rounding, atol=8 * rounding)
 
 
