@@ -260,6 +260,18 @@ def test_backends_are_those_of_the_code():
             assert f"| `{backend.name}` | {backend.rank(request)}" in page
 
 
+def test_no_line_is_longer_than_100_characters():
+    """But for tables, blocks, pictures and links."""
+    for path in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")):
+        prose = re.sub(r"(?ms)^```.*?^```", "", path.read_text())
+        lines = [
+            x
+            for x in prose.splitlines()
+            if len(x) > 100 and not x.startswith(("|", "![", "[", "    "))
+        ]
+        assert not lines, f"{path.name}: {lines[0]}"
+
+
 def test_environment_is_that_of_the_sources():
     """All variables of attnfast's own: macros of C++ are none."""
     page = (ROOT / "docs" / "environment.md").read_text()
