@@ -10,7 +10,6 @@ from collections.abc import Callable
 
 import torch
 
-import attnfast
 from attnfast._utils.benchmark import best_device, peak_memory
 from attnfast.ops.backends import DispatchKey, ranked_backends, unsupported_reason
 
@@ -174,7 +173,6 @@ def compare(benchmark, score: str, shape: str, sizes, direction: str, calls: dic
         left_out=left_out,
         memory=memory,
         versions={
-            "attnfast": attnfast.__version__,
             "torch": torch.__version__,
             **({"Triton": importlib.metadata.version("triton")} if on_gpu else {}),
         },

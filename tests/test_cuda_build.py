@@ -7,7 +7,15 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from machine_code import factored_loop, functions, resources, run_tool
+from machine_code import (
+    factored_loop,
+    functions,
+    load_rounds,
+    loops,
+    resources,
+    run_tool,
+    scheduled_loops,
+)
 from test_cuda_on_host import compile_on_host
 
 import attnfast
@@ -163,10 +171,41 @@ PRODUCTS = {
 
 def test_instructions_of_inner_loops(folder, arch):
     cubins = folder.glob(f"*.sm_{arch}.cubin")
-    found = {plain(k): v for x in cubins for k, v in functions(x).items()}
+    found = {plain(k): loops(v) for x in cubins for k, v in functions(x).items()}
     for name, most in FACTORED_LOOPS.items():
         _, mix = factored_loop(found[name])
         assert all(a <= b for a, b in zip(mix, most)), f"{name}: {mix}"
     for name, most in PRODUCTS.items():
         best = min(x["all"] / x["float32"] for x in found[name] if x["float32"] >= 16)
         assert best <= most, f"{name}: {best}"
+
+
+#: Of loops with this many global loads on sm_90: in how many rounds they begin, at most.
+ROUNDS = {
+    "forward<float, 0, 4>": {30: 1, 16: 1},
+    "forward<float, 1, 4>": {8: 1, 16: 1},
+    "products<float, 0, true>": {30: 1},
+    "products<float, 1, false>": {8: 1},
+    **{f"step<float, {score}>": {64: 2} for score in range(len(SCORES))},
+    "step_backward<float, 0>": {40: 1, 32: 1},
+    "step_backward<float, 1>": {40: 1, 32: 3},
+    "step_backward<float, 2>": {40: 1, 32: 4},
+    "combine<float>": {32: 1},
+    "scan<float>": {20: 1},
+    "scan_backward<float, false>": {16: 12, 32: 8},
+}
+
+
+def test_loads_of_a_loop_are_under_way_together(folder):
+    """A load that waits for another takes the latency of memory again: a branch is enough."""
+    found = {}
+    for cubin in folder.glob("*.sm_90.cubin"):
+        found |= {plain(name): sass for name, sass in functions(cubin, "-hex").items()}
+    if not found:
+        pytest.skip("not built for sm_90")
+    for name, most in ROUNDS.items():
+        loops = [load_rounds(loop) for loop in scheduled_loops(found[name])]
+        for loads, allowed in most.items():
+            rounds = [x for n, x in loops if n == loads]
+            assert rounds, f"{name} has no loop of {loads} loads: {loops}"
+            assert max(rounds) <= allowed, f"{name}: {loads} loads in {max(rounds)} rounds"

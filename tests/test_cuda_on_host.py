@@ -4,6 +4,7 @@ On a GPU the backend ``cuda`` takes part in test_attention.py like every other.
 """
 
 import ctypes
+import itertools
 import os
 import random
 import shutil
@@ -185,6 +186,46 @@ def test_parts_are_joined_by_a_launch_of_their_own(host, library, places):
     library.take_launches()
     attnfast.dot_attention(query, key, value, backend=host)
     assert library.take_launches() == (1 if places == 1 else 2)
+
+
+#: B, Tq, Tk, A, Dv of docs/performance.md, and one step.
+SHAPES = {
+    "S1": (32, 50, 50, 512, 512), "S2": (16, 100, 400, 256, 512), "S3": (1, 1000, 1000, 128, 128),
+    "a step": (32, 1, 400, 512, 512), "a step of one sentence": (1, 1, 400, 512, 512),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("score", ["tanh", "dot"])
+def test_blocks_fill_the_multiprocessors(score, shape, host, library):
+    """Of an H100, 132, in every launch: a fifth of them idle at most, while the busiest works.
+
+    But for the gradients of a single sequence, whose rows and features make too few blocks, and the
+    step of one, whose blocks are one cluster.
+    """
+    B, Tq, Tk, A, Dv = SHAPES[shape]
+    library.recorded_blocks.restype = ctypes.c_int64
+    library.set_places(132 * (4 if Dv <= 128 else 3))  # see BUDGETS of test_cuda_build.py
+    query, key, value = (
+        torch.zeros(B, *size, requires_grad=True) for size in ((Tq, A), (Tk, A), (Tk, Dv))
+    )
+    vector = torch.zeros(A, requires_grad=True)
+    library.set_only_recorded(True)
+    try:
+        if score == "dot":
+            context = attnfast.dot_attention(query, key, value, backend=host).context
+        else:
+            context = attnfast.additive_attention(query, key, value, vector, backend=host).context
+        if Tq > 1:
+            context.sum().backward()
+        blocks = list(itertools.takewhile(bool, map(library.recorded_blocks, itertools.count())))
+    finally:
+        library.set_only_recorded(False)
+        library.set_places(8)
+    few = {"S3": [64] * 3, "a step of one sentence": [7]}.get(shape, [])
+    assert blocks[len(blocks) - len(few) :] == few
+    for n in blocks[: len(blocks) - len(few)]:
+        assert n / (132 * -(-n // 132)) >= 0.8, blocks
 
 
 @pytest.mark.parametrize(

@@ -91,3 +91,6 @@ extern "C" void set_multiprocessors(int blocks, int bytes) {
 }
 extern "C" void set_places(int blocks) { places = blocks; }
 extern "C" int take_launches() { return std::exchange(launches, 0); }
+// Record launches instead of running them, or stop that; return the blocks of the i-th, or 0.
+extern "C" void set_only_recorded(bool x) { only_recorded = x, recorded.clear(); }
+extern "C" int64_t recorded_blocks(size_t i) { return i < recorded.size() ? recorded[i] : 0; }
