@@ -561,6 +561,7 @@ def test_the_backend_goes_by_what_is_asked(asked, wanted, monkeypatch):
 
 def test_a_call_that_one_backend_cannot_run_goes_to_the_next(monkeypatch):
     """As more filters than Triton takes, where there is no other backend for a GPU."""
+    monkeypatch.setattr(backends, "_has_warned", False)
     monkeypatch.setattr(backends, "triton_interpreted", lambda: False)
     monkeypatch.setattr(backends, "_triton_missing", lambda: False)
     monkeypatch.setattr(backends, "has_kernel", lambda *_: True)
