@@ -292,13 +292,11 @@ class BuildLibraries(build_ext):
 
 
 class CheckTorch(dist_info):
-    """Looks for torch before pip downloads what the package needs, which torch is a part of."""
+    """Fails without torch before pip downloads the requirements, torch among them."""
 
     def run(self) -> None:
-        for name in libraries:
-            choice = os.environ.get(f"ATTNFAST_BUILD_{name[3:].upper()}", "")
-            if name == "_C_cpu" and reason_against(name, choice) is None:
-                find_torch()
+        if reason_against("_C_cpu", os.environ.get("ATTNFAST_BUILD_CPU", "")) is None:
+            find_torch()
         super().run()
 
 

@@ -299,7 +299,7 @@ def unsupported_reason(backend: str, *properties) -> str | None:
 
 
 def forget_choices() -> None:
-    """Let the next call of every kind choose its backend anew."""
+    """Clear the cached choices of backends."""
     global self_check_postponed
     self_check_postponed = False
     for cached in (unsupported_reason, _first_supported, _select):

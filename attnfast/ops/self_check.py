@@ -43,7 +43,7 @@ from attnfast.ops.recurrent import RECURRENT, RecurrentInputs
 from attnfast.ops.scores import SCORING, ScoreInputs
 from attnfast.ops.search import SEARCH, SearchInputs
 
-#: Seconds after which an operator counts as hanging; compiling its Triton kernels takes up to half.
+#: Seconds after which an operator counts as hanging, the compilation of Triton kernels included.
 LIMIT = 120.0
 #: The largest error, relative to the largest number of a result, or to 1. It may also be eight
 #: times that of the reference in the same dtype.
