@@ -69,12 +69,8 @@ class Attention(torch.autograd.Function):
             program, FORWARD, [*ctx.sent, *optional(bias), *optional(mask)],
             [(dtype, (B, H, Tq, Dv)), (sums, (B, H, Tq, Tk)), (sums, (B, H, Tq))],
         )  # fmt: skip
-        ctx.program, ctx.weights, ctx.shapes = (
-            program,
-            weights,
-            [query.shape, key.shape, value.shape],
-        )
-        ctx.has_vector = vector is not None
+        ctx.program, ctx.weights, ctx.has_vector = program, weights, vector is not None
+        ctx.shapes = [query.shape, key.shape, value.shape]
         return context, weights, log_sum_exp
 
     @staticmethod

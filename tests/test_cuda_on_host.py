@@ -198,10 +198,10 @@ SHAPES = {
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("score", ["tanh", "dot"])
 def test_blocks_fill_the_multiprocessors(score, shape, host, library):
-    """Of an H100, 132, in every launch: a fifth of them idle at most, while the busiest works.
+    """At most a fifth of an H100's 132 are idle while the busiest works, in every launch.
 
-    But for the gradients of a single sequence, whose rows and features make too few blocks, and the
-    step of one, whose blocks are one cluster.
+    Exceptions are the gradients of a single sequence, whose rows and features make too few blocks,
+    and a step of one sentence, whose blocks are one cluster.
     """
     B, Tq, Tk, A, Dv = SHAPES[shape]
     library.recorded_blocks.restype = ctypes.c_int64
