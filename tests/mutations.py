@@ -2217,6 +2217,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
              "const C share = 1 / softmax.mass[r];"),
         ],
         "add_values": [("if (decltype(finite)::value || p != 0)", "if (true)")],
+        "finish_sums": [("block < gridDim.y; ++block) total +=", "block < 1; ++block) total +=")],
     },
     ("csrc/cuda/attention.cuh", CUDA.format("parts")): {
         "put_part": [("if (a.statistics.data) end->row = softmax.described[r];", "")],

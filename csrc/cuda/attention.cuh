@@ -244,7 +244,7 @@ __global__ void __launch_bounds__(kThreads) grad_score(const Backward a) {
 struct Sum {
   View g;          // [Tq, W] of the accumulation dtype: grad_score or weights
   View x, y, out;  // [rows, width], [columns, width], [rows, width]
-  int64_t rows, width;
+  int64_t rows, columns, width;
   double scale;
   View grad_score_vector;  // [tiles of rows, width] for each [B, H], or absent
   View rows_of_keys;       // if keys are the rows and have spans: see find_rows_of_keys
@@ -386,32 +386,41 @@ __device__ void stage(const C (&y)[2][kPart], const C (&g)[kPart], bool quick, S
   }
 }
 
-// Write the sums of a block, each feature times its factor, and the rows' contribution to the
-// weight's gradient.
+// Write the sums of a cluster, each feature times its factor, and the rows' contribution to the
+// weight's gradient. Its blocks divide the rows among them.
 template <class T, Score S, bool weighs, class C>
 __device__ void finish_sums(const Problem& a, const Sum& sum, const Tile& tile, int rows, int64_t slice,
                             StagedSum<C>& staged) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int64_t width = sum.width - slice;
-  for (int half = 0; half < 2; ++half) {
-    const int64_t c = lane + 32 * half;
-    C factor = sum.scale;
-    if (S != Score::dot && c < width) factor *= 4 * widen(at<T>(a.score_vector, tile, 0)[slice + c]);
-    for (int r = 0; sum.out.data && r < kHeight; ++r) {
-      const int64_t row = warp + r * kWarps;
-      if (row < rows && c < width)
-        narrow(factor * staged.total[r][half][threadIdx.x],
-               at<T>(sum.out, tile, tile.row + row)[slice + c]);
-    }
-    staged.score_vector[warp][c] = staged.total[kHeight][half][threadIdx.x];
-  }
-  if (S == Score::dot || !weighs || !sum.grad_score_vector.data) return;
-  __syncthreads();
-  for (int c = threadIdx.x; c < up_to(kSlice, width); c += kThreads) {
+  const auto add_up = [](const auto& mine, const auto& element) {
     C total = 0;
-    for (int from = 0; from < kWarps; ++from) total += staged.score_vector[from][c];
-    at<C>(sum.grad_score_vector, tile, tile.part)[slice + c] = -2 * C(sum.scale) * total;
+    for (unsigned block = 0; block < gridDim.y; ++block) total += element(*of_another(&mine, block));
+    return total;
+  };
+  for (int half = 0; half < 2; ++half)
+    staged.score_vector[warp][lane + 32 * half] = staged.total[kHeight][half][threadIdx.x];
+  wait_for_blocks();
+  for (int half = 0; sum.out.data && half < 2; ++half) {
+    const int64_t c = lane + 32 * half;
+    if (c >= width) break;
+    C factor = sum.scale;
+    if (S != Score::dot) factor *= 4 * widen(at<T>(a.score_vector, tile, 0)[slice + c]);
+    for (int r = blockIdx.y; r < kHeight; r += gridDim.y) {
+      const int64_t row = warp + r * kWarps;
+      if (row >= rows) break;
+      const C total = add_up(staged.total, [&](const auto& x) { return x[r][half][threadIdx.x]; });
+      narrow(factor * total, at<T>(sum.out, tile, tile.row + row)[slice + c]);
+    }
   }
+  if (S != Score::dot && weighs && sum.grad_score_vector.data && blockIdx.y == 0)
+    for (int c = threadIdx.x; c < up_to(kSlice, width); c += kThreads) {
+      C total = 0;
+      for (int from = 0; from < kWarps; ++from)
+        total += add_up(staged.score_vector, [&](const auto& x) { return x[from][c]; });
+      at<C>(sum.grad_score_vector, tile, tile.part)[slice + c] = -2 * C(sum.scale) * total;
+    }
+  wait_for_blocks();  // no block exits while another reads its totals
 }
 
 template <class T, Score S, bool keys_are_rows>
@@ -427,11 +436,13 @@ __global__ void __launch_bounds__(kThreads, kResident<T, S, keys_are_rows>)
   constexpr bool factorable = S == Score::tanh && sizeof(C) == 4, weighs = !keys_are_rows;
   __shared__ StagedSum<C> staged;
   const int lane = threadIdx.x % 32;
-  const Tile tile = locate(a, sum.rows, kSumRows);
+  const int slices = (sum.width + kSlice - 1) / kSlice;
+  const Tile tile = locate(a, sum.rows, kSumRows, blockIdx.x / slices);
   const int rows = up_to(kSumRows, sum.rows - tile.row);
   // that are not 0 for some row
-  const Seen columns = columns_of<keys_are_rows>(a, sum, tile, rows, keys_seen(a, tile.b));
-  const int64_t slice = blockIdx.y * int64_t{kSlice}, width = sum.width - slice;
+  const Seen all = columns_of<keys_are_rows>(a, sum, tile, rows, keys_seen(a, tile.b));
+  const auto [from_column, to_column] = keys_of_part(all, blockIdx.y, gridDim.y, kSumColumns);
+  const int64_t slice = blockIdx.x % slices * kSlice, width = sum.width - slice;
 
   C x[kHeight][2] = {}, e[kHeight][2] = {}, out[kHeight][2] = {}, grad_score_vector[2] = {};
   for (auto& row : staged.total) row[0][threadIdx.x] = row[1][threadIdx.x] = 0;
@@ -448,8 +459,8 @@ __global__ void __launch_bounds__(kThreads, kResident<T, S, keys_are_rows>)
       for (int r = 0; r < kHeight; ++r) x[r][half] = part[r], e[r][half] = expf(2 * part[r]);
     }
   }
-  for (int64_t c0 = columns.from; c0 < columns.to; c0 += kSumColumns) {
-    const int count = up_to(kSumColumns, columns.to - c0);
+  for (int c0 = from_column; c0 < to_column; c0 += kSumColumns) {
+    const int count = min(kSumColumns, to_column - c0);
     const Rows<T> from = {at<T>(sum.y, tile, c0) + slice, sum.y.row, count};
     C y[2][kPart], g[kPart];
     bool special = (S != Score::dot && !factorable) || far, large = wide;
@@ -480,17 +491,21 @@ __global__ void __launch_bounds__(kThreads, kResident<T, S, keys_are_rows>)
 // is launch.most_together(kernel); launch.places(kernel) is the number of blocks that run at once;
 // launch.scratch<C>(numbers) is memory that lasts until the kernels have finished.
 
-// Return the number of parts to cut each block's keys into, so that all blocks need the fewest
-// waves; a wave takes as long as one part.
-template <class Launch, class Kernel>
-int key_parts(const Problem& a, int64_t blocks, const Launch& launch, Kernel kernel) {
-  const int64_t places = launch.places(kernel), keys = min(a.Tk, a.W + kQueries);
-  const int64_t most = min(tiles(keys, kKeys), 2 * places / max(blocks, int64_t{1}));
+// Return the number of parts, at most `most`, to cut the work of each block into, so that all blocks
+// need the fewest waves; a wave takes as long as one part.
+inline int parts_of_blocks(int64_t blocks, int64_t places, int64_t most) {
+  most = min(most, 2 * places / max(blocks, int64_t{1}));
   const auto waves = [&](int64_t count) { return double(tiles(blocks * count, places)) / count; };
   int best = 1;
   for (int count = 2; count <= most; ++count)
     if (waves(count) < 0.9 * waves(best)) best = count;  // joining them has a cost, too
   return best;
+}
+
+// The same for the keys of blocks of kQueries rows.
+template <class Launch, class Kernel>
+int key_parts(const Problem& a, int64_t blocks, const Launch& launch, Kernel kernel) {
+  return parts_of_blocks(blocks, launch.places(kernel), tiles(min(a.Tk, a.W + kQueries), kKeys));
 }
 
 inline int64_t grad_score_vector_parts(const Problem& a) { return tiles(a.Tq, kSumRows); }
@@ -539,7 +554,10 @@ void launch_scores(const Forward& a, const Launch& launch) {
 template <class T, class Launch>
 void launch_sum(const Problem& a, const Sum& sum, const Launch& launch,
                 void (*kernel)(Problem, Sum) = grad_rows<T, Score::dot, true>) {
-  launch(kernel, a.B * a.H * tiles(sum.rows, kSumRows), tiles(sum.width, kSlice), a, sum);
+  const int64_t blocks = a.B * a.H * tiles(sum.rows, kSumRows) * tiles(sum.width, kSlice);
+  const int64_t columns = min(sum.columns, a.W + kSumRows);
+  const int64_t most = min(tiles(columns, kSumColumns), int64_t{launch.most_together(kernel)});
+  launch.together(kernel, blocks, parts_of_blocks(blocks, launch.places(kernel), most), a, sum);
 }
 
 // With spans, return the rows that see the keys of each block, for sums whose rows are keys; else
@@ -557,16 +575,17 @@ View rows_of_keys(const Backward& a, const Launch& launch) {
 template <class T, class Launch>
 void launch_grad_value(const Backward& a, const View& rows_of_keys, const Launch& launch) {
   if (!a.grad_value.data) return;
-  launch_sum<T>(a, {a.weights, {}, a.grad_context, a.grad_value, a.Tk, a.Dv, 1, {}, rows_of_keys}, launch);
+  launch_sum<T>(a, {a.weights, {}, a.grad_context, a.grad_value, a.Tk, a.Tq, a.Dv, 1, {}, rows_of_keys},
+                launch);
 }
 
 // Compute the gradients of query, key, weight and value that are needed, from the scores' gradient.
 template <class T, class Launch>
 void launch_grad_inputs(const Backward& a, const Launch& launch) {
   const View of_keys = rows_of_keys(a, launch);
-  const Sum query = {a.grad_score,        a.query, a.key, a.grad_query, a.Tq, a.A, a.scale,
-                     a.grad_score_vector, {}};
-  const Sum key = {a.grad_score, a.key, a.query, a.grad_key, a.Tk, a.A, a.scale, {}, of_keys};
+  const Sum query = {a.grad_score, a.query, a.key,   a.grad_query,        a.Tq,
+                     a.Tk,         a.A,     a.scale, a.grad_score_vector, {}};
+  const Sum key = {a.grad_score, a.key, a.query, a.grad_key, a.Tk, a.Tq, a.A, a.scale, {}, of_keys};
   const auto kernel = [&](auto keys) {
     constexpr bool are_rows = decltype(keys)::value;
     return by_score(a.score, [](auto known) { return grad_rows<T, decltype(known)::score, are_rows>; });

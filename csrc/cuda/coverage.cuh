@@ -461,7 +461,7 @@ void launch_scan(const Call& a, void (*kernel)(Call, View), const Launch& launch
 template <class Launch>
 void launch_forward(const CoverageForward& a, const Launch& launch) {
   const Forward& rows = a;
-  const Sum context = {a.weights, {}, a.value, a.context, a.Tq, a.Dv, 1, {}, {}};
+  const Sum context = {a.weights, {}, a.value, a.context, a.Tq, a.Tk, a.Dv, 1, {}, {}};
   by_dtype(a.dtype, [&](auto zero) {
     using T = decltype(zero);
     const auto scores =
