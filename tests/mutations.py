@@ -511,11 +511,11 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         ],
     },
     ("attnfast/nn/_fused_rnn.py", "tests/test_nn_recurrent.py -k autocast"): {
-        "run_layer": [("is_half(input) and not narrows", "is_half(input)")],
-        "narrows_weights": [("x.dtype in dtypes", "False")],
+        "run_layer": [("is_half(input) and not autocasts", "is_half(input)")],
+        "runs_under_autocast": [("x.dtype in (torch.float32, dtype)", "False")],
     },
     ("attnfast/ops/packing.py", "tests/test_nn_recurrent.py -k autocast"): {
-        "narrow_weights": [("if name in WEIGHTS else", "if name == 'weight_ih' else")],
+        "upcast_halves": [("if name in in_bfloat16 else", "if name == 'weight_ih' else")],
     },
     ("attnfast/nn/_fused_rnn.py", "tests/test_nn_recurrent.py -k go"): {
         "run_layer": [("input.shape[1] if lengths is None else lengths", "input.shape[1]")],

@@ -20,6 +20,7 @@ import test_attention
 import test_copying
 import test_coverage
 import test_memory
+import test_nn_recurrent
 import test_recurrent
 import test_scores
 import test_span
@@ -30,6 +31,7 @@ from attention_cases import Case, cases, fuzz
 import attnfast
 import attnfast.decoding.memory
 import attnfast.functional
+from attnfast.nn import _fused_rnn
 from attnfast.ops.attention import ATTENTION
 from attnfast.ops.backends import unsupported_reason
 from attnfast.ops.recurrent import attention_of
@@ -526,6 +528,23 @@ def test_what_the_recurrent_layer_owes(recurrence, recurrent):
     test_recurrent.test_a_sequence_that_has_diverged_is_alone(recurrence, recurrent)
     for mode in test_recurrent.GATES:
         test_recurrent.test_without_attention_it_is_pytorchs_layer(mode, recurrent)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("attention", ["bahdanau", "location"])
+def test_layers_in_half_precision_run_in_float32(attention, dtype, recurrent, monkeypatch):
+    monkeypatch.setattr(_fused_rnn, "try_select_backend", lambda *_: "cuda")
+    test_nn_recurrent.test_half_types_are_summed_in_float32(
+        "attend_last", attention, dtype, monkeypatch
+    )
+
+
+@pytest.mark.parametrize("attention", ["bahdanau", "location"])
+def test_layers_run_under_autocast(attention, recurrent, monkeypatch):
+    monkeypatch.setattr(_fused_rnn, "try_select_backend", lambda *_: "cuda")
+    test_nn_recurrent.test_autocast_to_bfloat16_rounds_the_factors_of_products(
+        "attend_last", attention
+    )
 
 
 def test_a_recurrent_layer_takes_no_packed_weights(recurrent):

@@ -23,6 +23,7 @@ from attnfast.models.decoders import READOUTS
 from attnfast.ops import dispatch, reference, reference_search
 from attnfast.ops.backends import HALF, unsupported_reason
 from attnfast.ops.operators import CHECKS
+from attnfast.ops.packing import upcast_halves
 from attnfast.ops.recurrent import WEIGHTS
 from attnfast.ops.search import SEARCH, SearchInputs, SearchOutputs, layer_of, reads_input
 
@@ -925,6 +926,19 @@ def test_half_types_are_searched_in_float32(monkeypatch):
     assert [x.embedding.dtype for x in calls] == [torch.float32]
     wanted = greedy_search(made.double(), *sources).best  # the same parameters
     assert sum(a[:3] == b[:3] for a, b in zip(found, wanted)) > len(found) / 2
+
+
+@pytest.mark.parametrize("autocasts", [False, True])
+def test_weights_stay_bfloat16_where_a_backend_takes_them(autocasts):
+    args = layer_call(Case("gru", "input_feeding", "tanh", terms=TERMS))
+    if not autocasts:
+        args = as_bfloat16(args, args._fields)
+    for backend, dtype in (("cpu", torch.bfloat16), ("triton", torch.float32)):
+        wide = upcast_halves(args, backend, autocasts)
+        found = {n: x.dtype for n, x in wide._asdict().items() if isinstance(x, Tensor)}
+        weights = {x for n, x in found.items() if n in WEIGHTS}
+        others = {x for n, x in found.items() if n not in WEIGHTS and x.is_floating_point}
+        assert weights == {dtype} and others == {torch.float32}
 
 
 @pytest.mark.parametrize("dtype", HALF)

@@ -488,7 +488,7 @@ def _pack(model: Any, call: SearchInputs, backend: str, int8: bool) -> SearchInp
         if packed is not None:
             _PACKED[model] = packed
             call = call._replace(packed=packed.tensor)
-    return upcast_halves(call._replace(int8=int8))
+    return upcast_halves(call._replace(int8=int8), backend)
 
 
 def _choose_each(

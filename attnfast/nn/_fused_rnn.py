@@ -39,20 +39,20 @@ from attnfast.ops.backends import (
 )
 from attnfast.ops.coverage import CoverageInputs
 from attnfast.ops.operators import is_tracing
-from attnfast.ops.packing import is_half, narrow_weights, pack_parameters, upcast_halves
+from attnfast.ops.packing import is_half, pack_parameters, upcast_halves
 from attnfast.ops.recurrent import RECURRENT, RecurrentInputs, feed_size
 from attnfast.ops.span import rows_at
 
 
 def select_layer_backend(
     attention: Any, memory: Memory | None, like: Tensor, requested: str | None = None,
-    history: Any = None, operator: str = RECURRENT.name, feature: str = "", narrows: bool = False,
+    history: Any = None, operator: str = RECURRENT.name, feature: str = "", autocasts: bool = False,
 ) -> tuple[str | None, str]:  # fmt: skip
     """Return the backend whose operator runs a whole layer; without one, None and the reason.
 
-    ``narrows``: whether the caller narrows a layer's weights as autocast does.
+    ``autocasts``: whether the caller casts the arguments, as autocast would.
     """
-    if is_autocast_on() and not narrows:
+    if is_autocast_on() and not autocasts:
         return None, "autocast is on"
     if has_tangents():
         return None, "forward-mode differentiation is on"
@@ -73,12 +73,11 @@ def select_layer_backend(
             return None, "the operator has windows at a fixed slope, without sigma or stride"
         if not is_plain(attention.query_proj, nn.Linear, nn.Identity) or memory.key.dim() != 3:
             return None, "its query projection is no plain nn.Linear, or its keys have heads"
-        same = narrows or memory.key.dtype == like.dtype
+        same = autocasts or memory.key.dtype == like.dtype
         if not same or memory.key.device != like.device:
             return None, "keys and inputs differ in dtype or device"
         requested = memory.backend
-    half = like.dtype in HALF and like.device.type == "cpu"
-    dtype = torch.float32 if half else like.dtype
+    dtype = torch.float32 if like.dtype in HALF else like.dtype
     backend = try_select_backend(requested, like.device, dtype, operator, has_history, feature)
     normalisation = "softmax" if attention is None or has_history else attention.normalisation
     if backend is not None and not dispatch.supports_normalisation(normalisation, backend):
@@ -129,12 +128,14 @@ def split_gate(attention: Any) -> tuple[Any, nn.Linear | None]:
     return attention.attention, attention.gate
 
 
-def narrows_weights(x: Tensor) -> bool:
-    """Return whether autocast makes the products of a layer of a CPU take bfloat16 factors."""
-    if x.device.type != "cpu" or not torch.is_autocast_enabled("cpu"):
+def runs_under_autocast(x: Tensor) -> bool:
+    """Return whether the operator can run a layer under autocast, on a CPU that to bfloat16."""
+    device = x.device.type
+    if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
         return False
-    dtypes = (torch.float32, torch.bfloat16)
-    return torch.get_autocast_dtype("cpu") == torch.bfloat16 and x.dtype in dtypes
+    dtype = torch.get_autocast_dtype(device)
+    known = (torch.bfloat16,) if device == "cpu" else HALF
+    return dtype in known and x.dtype in (torch.float32, dtype)
 
 
 def _is_large(layer: Layer, memory: Any) -> bool:
@@ -175,7 +176,7 @@ def run_layer(
         record("recurrent layer", "PyTorch", "cuDNN is faster for a layer without attention")
         return run_torch(layer, input, state)
     inner, gate = split_gate(attention)
-    narrows = narrows_weights(input) and not single
+    autocasts = runs_under_autocast(input) and not single
     feature = layer_feature(layer, bool(given.keys() - {"dropout"}), gate is not None)
     if plain and single and feature:
         reason = f"a single step of a layer with {feature} runs in a loop"
@@ -183,7 +184,7 @@ def run_layer(
         reason = "a single step of a large layer with gradients runs in a loop"
     elif plain:
         backend, reason = select_layer_backend(
-            inner, memory, input, history=state.history, feature=feature, narrows=narrows
+            inner, memory, input, history=state.history, feature=feature, autocasts=autocasts
         )
         if single and backend is not None and not BACKENDS[backend].packs:
             backend, reason = None, f"{backend} keeps no packed parameters for single steps"
@@ -218,7 +219,7 @@ def run_layer(
     if single and not is_tracing():
         packed = pack_parameters(call, feed_size(call), backend, state.packed)
         call = call._replace(packed=None if packed is None else packed.tensor)
-    call = narrow_weights(call) if narrows else upcast_halves(call)
+    call = upcast_halves(call, backend, autocasts)
     done = dispatch.run(RECURRENT, call, backend)
     lengths = target_lengths if target_mask is None else target_mask.sum(-1)
     if isinstance(history, SpanState):
@@ -226,7 +227,7 @@ def run_layer(
     if isinstance(history, CumulativeState):
         log_weights = None if call.transition_prob is None else done.log_weights
         history = history._after(done.weights, log_weights, done.coverage, done.loss, lengths)
-    if is_half(input) and not narrows:  # rounded once; a history keeps its sums
+    if is_half(input) and not autocasts:  # rounded once; a history keeps its sums
         names = ("states", "cells", "contexts", "weights", "attentional")
         done = done._replace(**{x: getattr(done, x).to(input.dtype) for x in names})
     return LayerOutputs(
@@ -397,8 +398,8 @@ def run_rnn(
     elif input.dim() != 3:
         reason = "its input is not [B, T, E]"
     else:
-        narrows = narrows_weights(input)
-        _, reason = select_layer_backend(None, None, input, backend, narrows=narrows)
+        autocasts = runs_under_autocast(input)
+        _, reason = select_layer_backend(None, None, input, backend, autocasts=autocasts)
     if reason:
         record(type(rnn).__name__, "PyTorch", reason)
         return None

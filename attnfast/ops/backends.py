@@ -128,6 +128,7 @@ class Backend:
 
     name: str
     packs = False  # whether :meth:`pack` is implemented
+    takes_bfloat16_weights = False  # whether a recurrent layer's may be, beside float32 inputs
 
     def unsupported_reason(self, request: DispatchKey) -> str | None:
         """Return why this cannot run a call, in words that follow "because", or None."""
@@ -241,7 +242,7 @@ class Cpu(Backend):
     """C++ for CPUs."""
 
     name = "cpu"
-    packs = True
+    packs = takes_bfloat16_weights = True
 
     def _unsupported_reason(self, request: DispatchKey) -> str | None:
         if request.device.type != "cpu":

@@ -42,7 +42,7 @@ def pack_parameters(
     made_of = (backend, *options, *[None if x is None else _version(x) for x in parameters])
     if isinstance(before, Packed) and before.made_of == made_of:
         return before
-    wide = upcast_halves(call)
+    wide = upcast_halves(call, backend)
     tensor = BACKENDS[backend].pack(*[getattr(wide, x, None) for x in PACKED], *options)
     return None if tensor is None else Packed(tensor, made_of, [x.detach() for x in given])
 
@@ -52,21 +52,20 @@ def _version(x: Tensor) -> tuple[object, ...]:
     return x.data_ptr(), x._version, x.dtype, x.shape, x.stride()
 
 
-def upcast_halves(call: Any) -> Any:
-    """Return an operator's call in float32 if it is in half precision; weights stay bfloat16."""
-    if not is_half(call.hidden):
+def upcast_halves(call: Any, backend: str, autocasts: bool = False) -> Any:
+    """Return an operator's call in float32 if it is in half precision, or under autocast.
+
+    A backend that takes weights in bfloat16 is given those of a call in bfloat16, and under
+    autocast all weights.
+    """
+    if not (autocasts or is_half(call.hidden)):
         return call
-    bfloat16_names = WEIGHTS if call.hidden.dtype == torch.bfloat16 else ()
-    half = {n: x for n, x in call._asdict().items() if is_half(x) and n not in bfloat16_names}
-    return call._replace(**{n: x.float() for n, x in half.items()})
-
-
-def narrow_weights(call: Any) -> Any:
-    """Return an operator's call with weights in bfloat16 and all else in float32."""
+    narrow = autocasts or call.hidden.dtype == torch.bfloat16
+    in_bfloat16 = WEIGHTS if narrow and BACKENDS[backend].takes_bfloat16_weights else ()
     cast = {}
     for name, x in call._asdict().items():
-        if isinstance(x, Tensor) and x.is_floating_point():
-            cast[name] = x.bfloat16() if name in WEIGHTS else x.float()
+        if isinstance(x, Tensor) and x.is_floating_point() and (autocasts or is_half(x)):
+            cast[name] = x.bfloat16() if name in in_bfloat16 else x.float()
     return call._replace(**cast)
 
 
