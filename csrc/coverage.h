@@ -32,12 +32,11 @@ struct CoverageBackward : Backward, History {
   View log_weights, sigmoid_sum;      // saved by the forward
   View grad_coverage_out, grad_loss;  // in
   View grad_log_weights;              // in, [B, H, Tq, Tk], or absent
-  // CPU: in, [B, H, Tk], or absent: the gradient of the last row's weights from the row after it;
+  // In, [B, H, Tk], or absent: the gradient of the last row's weights from the row after it;
   // with a transition, the gradient of their logarithms
   View grad_last;
-  // Accumulate into grad_key, grad_score_vector, grad_filters and grad_projection, and on the CPU also
-  // into grad_penalty and grad_inverse_fertility, separately for each [B, H] and in the
-  // accumulation dtype.
+  // Accumulate into grad_key, grad_score_vector, grad_filters, grad_projection, grad_penalty and
+  // grad_inverse_fertility, separately for each [B, H] and in the accumulation dtype.
   bool sums;
   // CPU: a buffer [B, H] for the sums of grad_score_vector, grad_filters and grad_projection until
   // `finish`, zeroed before the first step; or absent

@@ -194,7 +194,11 @@ CoverageGradients coverage_gradients(const Arguments& given) {
   std::optional<int64_t> vector_parts;
   if (need_grad_score_vector) vector_parts = fit.K ? 1 : grad_score_vector_parts(a);
   const GradientParts parts(query, fit, vector_parts, need_grad_filters, given.penalty.has_value(), a);
-  if constexpr (into) put_sums(given, fit, a);
+  if constexpr (into) {
+    put_sums(given, fit, a);
+    for (Tensor x : {parts.penalty, grad_inverse_fertility})
+      if (x.numel()) torch::stable::zero_(x);
+  }
 
   const Tensor weights = packed(given.weights), log_weights = packed(given.log_weights),
                sigmoid_sum = packed(given.sigmoid_sum);

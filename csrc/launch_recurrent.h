@@ -337,18 +337,6 @@ void put_layer(const Arguments& given, const LayerChecker& fit, Layer& a, KeepAl
     }
 }
 
-// Return the lengths of the keys at every step, [T, B]. They are 0 beyond a target's end, where the
-// history does not change.
-const int64_t* lengths_of_steps(const Layer& a, const int64_t* lengths, KeepAlive& keep) {
-  keep.push_back(
-      empty(torch::stable::Device(torch::headeronly::DeviceType::CPU), {a.T, a.B}, ScalarType::Long));
-  auto* const out = static_cast<int64_t*>(data_or_sentinel(keep.back()));
-  for (int64_t t = 0; t < a.T; ++t)
-    for (int64_t b = 0; b < a.B; ++b)
-      out[t * a.B + b] = t >= a.target_lengths[b] ? 0 : lengths ? lengths[b] : a.Tk;
-  return out;
-}
-
 // Fill in the attention problem of one step; the launcher sets the query.
 template <class Arguments>
 void put_attention(const Arguments& given, const LayerChecker& fit, const Layer& layer, Problem& a,
@@ -375,8 +363,7 @@ void put_attention(const Arguments& given, const LayerChecker& fit, const Layer&
     if (given.mask) a.mask = broadcast_view(*given.mask);
 }
 
-// Allocate the results. The gates of a GRU or LSTM unit are contiguous. Only the CPU has results of
-// a history.
+// Allocate the results. The gates of a GRU or LSTM unit are contiguous.
 RecurrentOutputs results_of(const RecurrentArguments& given, const LayerChecker& fit, RecurrentForward& a) {
   const auto room = [&](bool wanted, int64_t columns, View& out) {
     const Tensor x = empty_if(wanted, given.input, {a.B, a.T, columns}, fit.dtype);
@@ -466,6 +453,47 @@ RecurrentGradients gradients_of(const RecurrentBackwardArguments& given, const L
       .grad_bias_gate = grad_bias_gate,
   };
 }
+
+// The sums to which a history's backward adds at every step: gradients of parameters, in parts for
+// each sequence, and, if the filters read the keys, of the keys.
+struct HistorySums {
+  const GradientParts parts;
+
+  HistorySums(const RecurrentBackwardArguments& given, const LayerChecker& fit, RecurrentBackward& a,
+              RecurrentGradients& grads, KeepAlive& keep)
+      : parts(given.input, fit, fit.K && given.need_grad_key ? std::optional(1) : std::nullopt,
+              given.filters && given.need_grad_parameters, given.penalty && given.need_grad_parameters,
+              a.attention) {
+    CoverageBackward& h = a.attention;
+    fill_history(given, fit, h, keep);
+    a.grad_coverage = view_of_numbers(given.grad_coverage, keep);
+    h.grad_loss = view_of_heads(given.grad_loss, 1, keep);
+    h.grad_transition_prob.row = 1;  // [B, T]
+    h.sums = true;
+    a.detaches_history = given.detach_history;
+    if (fit.K && given.need_grad_key) grads.grad_key = gradient_of_rows(true, *given.key, h.grad_key);
+    for (Tensor x : {parts.score_vector, parts.filters, parts.projection, parts.penalty, grads.grad_key,
+                     grads.grad_inverse_fertility})
+      if (x.numel()) torch::stable::zero_(x);
+  }
+
+  // Store the sums' gradients; run_grad_value(Backward) computes that of the values at all steps.
+  template <class Run>
+  void finish(const RecurrentBackwardArguments& given, const LayerChecker& fit, const RecurrentBackward& a,
+              RecurrentGradients& grads, const Run& run_grad_value) const {
+    if (given.need_grad_parameters && given.filters) {
+      grads.grad_filters = sum_of_parts(parts.filters, {0}, false, fit.dtype);
+      grads.grad_projection = sum_of_parts(parts.projection, {0}, false, fit.dtype);
+    }
+    if (given.need_grad_parameters && given.penalty) grads.grad_penalty = parts.of_penalty(1, fit.dtype);
+    if (!fit.K || !given.need_grad_key) return;
+    grads.grad_score_vector = sum_of_parts(parts.score_vector, {0, 2}, false, fit.dtype);
+    Backward all = static_cast<const Backward&>(a.attention);
+    all.Tq = fit.T;
+    grads.grad_value = gradient_of_rows(true, *given.value, all.grad_value);
+    run_grad_value(all);
+  }
+};
 
 // Compute the gradients of keys, values and the score's weight for all steps at once. `step` is the
 // backward of the first step, and its score gradients cover all steps; run(Backward) does the

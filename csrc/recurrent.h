@@ -60,4 +60,57 @@ struct RecurrentBackward : Layer {
   View grad_bias_ih, grad_bias_hh, grad_bias_query, grad_bias_output, grad_weight_gate, grad_bias_gate;
 };
 
+namespace {
+
+// ---- attention at a step ------------------------------------------------------------------------
+
+// Move rows of the first step to step t; an element has `bytes` bytes.
+inline void shift_to_step(View& x, int64_t t, int64_t bytes) {
+  if (x.data) x.data = static_cast<char*>(x.data) + t * x.row * bytes;
+}
+inline void shift_to_step(Problem& a, int64_t t, int64_t bytes) {
+  shift_to_step(a.query, t, bytes);
+  shift_to_step(a.mask, t, 1);
+  shift_to_step(a.key_bounds, t, sizeof(int64_t));
+}
+inline bool has_history(const History& h) { return h.coverage_in.data; }
+
+// Let step t, whose row of weights this is, start from the results of the previous steps.
+template <class Step>
+void remember(const Layer& a, int64_t t, int64_t bytes, const View& coverage, Step& step) {
+  step.coverage_in = coverage;
+  if (a.step_lengths) step.lengths = a.step_lengths + t * a.B;
+  View* const rows[] = {&step.transition_prob, &step.log_weights, &step.sigmoid_sum};
+  for (View* x : rows) shift_to_step(*x, t, bytes);
+  if (t) shift_to_step(step.previous = step.log_weights.data ? step.log_weights : step.weights, -1, bytes);
+}
+
+// Return the attention of step t.
+inline CoverageForward step_of(const RecurrentForward& a, int64_t t, int64_t bytes) {
+  CoverageForward step = a.attention;
+  shift_to_step(step, t, bytes);
+  View* const rows[] = {&step.context, &step.weights, &step.log_sum_exp, &step.loss};
+  for (View* x : rows) shift_to_step(*x, t, bytes);
+  if (has_history(step)) remember(a, t, bytes, step.coverage_out, step);
+  return step;
+}
+inline CoverageBackward step_of(const RecurrentBackward& a, int64_t t, int64_t bytes) {
+  CoverageBackward step = a.attention;
+  shift_to_step(step, t, bytes);
+  View coverage = a.coverages;
+  View* const rows[] = {&step.weights,    &step.grad_context, &step.grad_weights,
+                        &step.grad_score, &step.grad_query,   &coverage};
+  for (View* x : rows) shift_to_step(*x, t, bytes);
+  if (!has_history(step)) return step;
+  remember(a, t, bytes, coverage, step);
+  if (!a.detaches_history) {
+    step.grad_coverage_out = step.grad_coverage_in;  // in place, from step to step
+    step.grad_last = step.grad_previous;
+  }
+  shift_to_step(step.grad_transition_prob, t, bytes);
+  shift_to_step(step.grad_log_weights, t, bytes);
+  return step;
+}
+
+}  // namespace
 }  // namespace attnfast

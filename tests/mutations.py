@@ -2282,6 +2282,17 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
              "staged.score(row, lane)"),
         ],
         "sum": [("+ read<C>(grad_query, b, i);", ";")],
+        "put_lengths_of_steps": [("own.exists && own.i < target_lengths[own.b])", "own.exists)")],
+        "cover_steps": [("? *at<C>(inverse_fertility, own.b, own.i) * w : w;", "? w : w;")],
+    },
+    ("csrc/cuda/coverage.cuh", CUDA.format("recurrent")): {
+        "begin": [
+            ("if (grad_last) (a.transition", "if (false) (a.transition"),
+            ("if (grad_inverse_fertility && !a.sums)", "if (grad_inverse_fertility)"),
+        ],
+        "__launch_bounds__": [
+            ("grad_penalty + (a.sums ? *s.row(a.grad_penalty) : C(0));", "grad_penalty;"),
+        ],
     },
     ("csrc/cuda/step.cuh", CUDA.format("recurrent")): {
         "__launch_bounds__": [

@@ -57,12 +57,13 @@ BUDGETS = {
     if dtype != "double" or of_double
 } | {
     "find_rows_of_keys": (40, 0),
+    "put_lengths_of_steps": (40, 0),
     **{
         f"{kernel}<{dtype}{cell}>": (64, 0)
         for dtype in DTYPES[:2]
         for kernel, cells in (
             ("cell_step", 3), ("cell_step_backward", 3), ("reach_first", 0),
-            ("attentional_backward", 0), ("clear_padding", 0),
+            ("attentional_backward", 0), ("clear_padding", 0), ("cover_steps", 0),
         )
         for cell in ([f", {x}" for x in range(cells)] or [""])
     },

@@ -402,7 +402,7 @@ SMALL_LAYERS = [
     x
     for x in test_recurrent.CASES
     if x.B * x.T * max(x.H, x.Tk) < 5e3
-    and not {"past", "narrow", *test_recurrent.LACKING_ON_CUDA} & {*x.terms}
+    and not {"narrow", *test_recurrent.LACKING_ON_CUDA} & {*x.terms}
 ]
 
 
@@ -558,7 +558,6 @@ def test_a_recurrent_layer_takes_no_packed_weights(recurrent):
 @pytest.mark.parametrize(
     ("term", "argument", "reason"),
     [
-        ("past", "coverage", "without a history"),
         ("stack", "weight_ih_upper", "several layers"),
         ("dropout of output", "dropout_output", "dropout that changes from step to step"),
         ("dropout of state", "dropout_state", "dropout that changes from step to step"),
@@ -581,8 +580,8 @@ def test_what_a_recurrent_layer_has_not(term, argument, reason, recurrent):
     backward = test_recurrent.backward_of(args, made)
     with pytest.raises(RuntimeError, match=f"{argument} does not fit"):
         test_recurrent.RECURRENT.backward(recurrent, backward)
-    asked = torch.device("cuda"), torch.float32, "recurrent", False, 0, term == "past"
-    assert reason in unsupported_reason("cuda", *asked, "" if term == "past" else reason)
+    asked = torch.device("cuda"), torch.float32, "recurrent", False, 0, False
+    assert reason in unsupported_reason("cuda", *asked, reason)
 
 
 @pytest.mark.parametrize("term", test_recurrent.SPARSE)

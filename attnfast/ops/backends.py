@@ -213,8 +213,6 @@ class Cuda(Backend):
         return not_built_for(torch.cuda.get_device_capability(request.device), architectures())
 
     def unsupported_reason(self, request: DispatchKey) -> str | None:
-        if request.history:
-            return "its recurrent layers attend without a history"
         if request.layer_feature:
             return f"it runs no recurrent layer with {request.layer_feature}"
         return super().unsupported_reason(request)

@@ -32,21 +32,7 @@ void run_forward(const CoverageForward& a, const Tensor&) {
   run(a, plan, threads, scratch, attention.scores, history.forward, attention.context);
 }
 
-template <class C>
-void clear_sums(const CoverageBackward& a) {
-  for (int64_t b = 0; b < a.B; ++b)
-    for (int64_t h = 0; h < a.H; ++h) {
-      const auto clear = [&](const View& x, int64_t n) {
-        C* const row = static_cast<C*>(x.data) + b * x.batch + h * x.head;
-        if (x.data) std::fill_n(row, n, C{});
-      };
-      clear(a.grad_penalty, 1);
-      clear(a.grad_inverse_fertility, a.Tk);
-    }
-}
-
 void run_backward(const CoverageBackward& a, const Tensor&) {
-  if (a.sums) a.dtype == Dtype::f64 ? clear_sums<double>(a) : clear_sums<float>(a);
   Plan plan = plan_by_rows(a);
   const AttentionKernels& attention = rows();
   const CoverageKernels& history = kernels();

@@ -75,52 +75,19 @@ Scratchpad run_team(Call& a, const LayerPlan& plan, int64_t threads, const Layer
   return pad;
 }
 
-// ---- attention with a history -------------------------------------------------------------------
-
-template <class Arguments, class Call>
-void put_past(const Arguments& given, const LayerChecker& fit, Call& a, KeepAlive& keep) {
-  fill_history(given, fit, a.attention, keep);
-  if (a.target_lengths) a.step_lengths = lengths_of_steps(a, a.attention.lengths, keep);
+// Set the lengths of the keys at every step, [T, B], if targets have ends. They are 0 beyond an end, where
+// the history does not change.
+void put_lengths_of_steps(Layer& a, const Problem& attention, KeepAlive& keep) {
+  if (!a.target_lengths) return;
+  keep.push_back(
+      empty(torch::stable::Device(torch::headeronly::DeviceType::CPU), {a.T, a.B}, ScalarType::Long));
+  auto* const out = static_cast<int64_t*>(data_or_sentinel(keep.back()));
+  const int64_t* const lengths = attention.lengths;
+  for (int64_t t = 0; t < a.T; ++t)
+    for (int64_t b = 0; b < a.B; ++b)
+      out[t * a.B + b] = t >= a.target_lengths[b] ? 0 : lengths ? lengths[b] : a.Tk;
+  a.step_lengths = out;
 }
-
-// The sums to which a history's backward adds at every step: gradients of parameters, in parts for
-// each sequence, and, if the filters read the keys, of the keys.
-struct HistorySums {
-  const GradientParts parts;
-
-  HistorySums(const RecurrentBackwardArguments& given, const LayerChecker& fit, RecurrentBackward& a,
-              RecurrentGradients& grads, KeepAlive& keep)
-      : parts(given.input, fit, fit.K && given.need_grad_key ? std::optional(1) : std::nullopt,
-              given.filters && given.need_grad_parameters, given.penalty && given.need_grad_parameters,
-              a.attention) {
-    CoverageBackward& h = a.attention;
-    put_past(given, fit, a, keep);
-    a.grad_coverage = view_of_numbers(given.grad_coverage, keep);
-    h.grad_loss = view_of_heads(given.grad_loss, 1, keep);
-    h.grad_transition_prob.row = 1;  // [B, T]
-    h.sums = true;
-    a.detaches_history = given.detach_history;
-    if (fit.K && given.need_grad_key) grads.grad_key = gradient_of_rows(true, *given.key, h.grad_key);
-    for (Tensor x : {parts.score_vector, parts.filters, parts.projection, parts.penalty, grads.grad_key,
-                     grads.grad_inverse_fertility})
-      if (x.numel()) torch::stable::zero_(x);
-  }
-
-  void finish(const RecurrentBackwardArguments& given, const LayerChecker& fit, const RecurrentBackward& a,
-              RecurrentGradients& grads) const {
-    if (given.need_grad_parameters && given.filters) {
-      grads.grad_filters = sum_of_parts(parts.filters, {0}, false, fit.dtype);
-      grads.grad_projection = sum_of_parts(parts.projection, {0}, false, fit.dtype);
-    }
-    if (given.need_grad_parameters && given.penalty) grads.grad_penalty = parts.of_penalty(1, fit.dtype);
-    if (!fit.K || !given.need_grad_key) return;
-    grads.grad_score_vector = sum_of_parts(parts.score_vector, {0, 2}, false, fit.dtype);
-    Backward all = static_cast<const Backward&>(a.attention);
-    all.Tq = fit.T;
-    grads.grad_value = gradient_of_rows(true, *given.value, all.grad_value);
-    cpu::run_grad_value(all);
-  }
-};
 
 // Return the states that are the queries.
 View states_of_last(const Layer& a) {
@@ -156,7 +123,10 @@ RecurrentOutputs recurrent(const RecurrentArguments& given) {
       keep.push_back(given.key_exponentials ? packed(*given.key_exponentials) : cpu::exponentials_of(step));
     if (!fit.K && keep.back().numel()) step.exponentials = view(keep.back());
     plan.attention = plan_by_rows(step);
-    if (given.coverage) put_past(given, fit, a, keep);
+    if (given.coverage) {
+      fill_history(given, fit, a.attention, keep);
+      put_lengths_of_steps(a, a.attention, keep);
+    }
   }
   const Room rooms[] = {{&a.attention.log_sum_exp, a.attends},
                         {&a.attention.loss, given.coverage.has_value()}};
@@ -185,8 +155,11 @@ RecurrentGradients recurrent_backward(const RecurrentBackwardArguments& given) {
     plan.attention.columns = columns_of_gradients(step);
     plan.attention.grad_inputs_scale = step.scale;
   }
-  const std::optional<HistorySums> sums =
-      given.coverage ? std::optional<HistorySums>(std::in_place, given, fit, a, grads, keep) : std::nullopt;
+  std::optional<HistorySums> sums;
+  if (given.coverage) {
+    sums.emplace(given, fit, a, grads, keep);
+    put_lengths_of_steps(a, a.attention, keep);
+  }
   const bool feeds_back = given.weight_output.has_value();
   const Room rooms[] = {{&a.grad_gates, sums_of(a.cell) * a.H, a.layers},
                         {&a.grad_fed, feeds_back ? a.F : 0},
@@ -196,7 +169,7 @@ RecurrentGradients recurrent_backward(const RecurrentBackwardArguments& given) {
                         {&a.coverages, given.coverage ? a.Tk : 0},
                         {&a.grad_context_gates, given.weight_gate ? a.Dv : 0}};
   const Scratchpad pad = run_team(a, plan, threads, kernels().backward, rooms);
-  if (sums) sums->finish(given, fit, a, grads);
+  if (sums) sums->finish(given, fit, a, grads, cpu::run_grad_value);
   if (a.attends && given.need_grad_key && !fit.K)
     add_key_gradients(given, fit, a.attention, 1, grads,
                       [](const Backward& all) { cpu::run_backward(all); });

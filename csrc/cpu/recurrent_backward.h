@@ -238,7 +238,7 @@ class BackwardPass {
 
   void attend_back(int64_t t) {
     if (a.weight_gate.data) gate_back(t);
-    CoverageBackward step = step_of<C>(a, t);
+    CoverageBackward step = step_of(a, t, sizeof(C));
     step.features = room.features;
     step.parameter_sums = room.parameter_sums;
     const AttentionKernels& passes = VARIANT::attention;

@@ -183,7 +183,7 @@ class Forwards {
 
   // Compute the weights and the context of step t.
   void weigh(int64_t t) {
-    CoverageForward step = step_of<C>(a, t);
+    CoverageForward step = step_of(a, t, sizeof(C));
     step.features = features;
     const AttentionKernels& passes = VARIANT::attention;
     if (step.key_bounds.data) return run_passes(step, plan.attention, member, own, passes.span);

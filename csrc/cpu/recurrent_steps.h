@@ -146,16 +146,6 @@ Vec<C> dropped(Vec<C> now, Vec<C> before, Vec<C> factor, bool zoneout) {
 
 // ---- attention ----------------------------------------------------------------------------------
 
-void shift_to_step(View& x, int64_t t, int64_t bytes) {
-  if (x.data) x.data = static_cast<char*>(x.data) + t * x.row * bytes;
-}
-void shift_to_step(Problem& a, int64_t t, int64_t bytes) {
-  shift_to_step(a.query, t, bytes);
-  shift_to_step(a.mask, t, 1);
-  shift_to_step(a.key_bounds, t, sizeof(int64_t));
-}
-bool has_history(const History& h) { return h.coverage_in.data; }
-
 // Return a buffer for a history's packed parameters, which all steps read, or null.
 template <class C>
 void* take_features(const Problem& a, const History& h, bool back, Scratch<C>& room) {
@@ -167,44 +157,6 @@ template <class Call>
 void pack_parameters_once(Call a, void* features, bool back) {
   a.features = features;
   VARIANT::coverage.pack_parameters(a, a, back);
-}
-
-// Let step t, whose row of weights this is, start from the results of the previous steps.
-template <class C, class Step>
-void remember(const Layer& a, int64_t t, const View& coverage, Step& step) {
-  step.coverage_in = coverage;
-  if (a.step_lengths) step.lengths = a.step_lengths + t * a.B;
-  View* const rows[] = {&step.transition_prob, &step.log_weights, &step.sigmoid_sum};
-  for (View* x : rows) shift_to_step(*x, t, sizeof(C));
-  if (t)
-    shift_to_step(step.previous = step.log_weights.data ? step.log_weights : step.weights, -1, sizeof(C));
-}
-template <class C>
-CoverageForward step_of(const RecurrentForward& a, int64_t t) {
-  CoverageForward step = a.attention;
-  shift_to_step(step, t, sizeof(C));
-  View* const rows[] = {&step.context, &step.weights, &step.log_sum_exp, &step.loss};
-  for (View* x : rows) shift_to_step(*x, t, sizeof(C));
-  if (has_history(step)) remember<C>(a, t, step.coverage_out, step);
-  return step;
-}
-template <class C>
-CoverageBackward step_of(const RecurrentBackward& a, int64_t t) {
-  CoverageBackward step = a.attention;
-  shift_to_step(step, t, sizeof(C));
-  View coverage = a.coverages;
-  View* const rows[] = {&step.weights,    &step.grad_context, &step.grad_weights,
-                        &step.grad_score, &step.grad_query,   &coverage};
-  for (View* x : rows) shift_to_step(*x, t, sizeof(C));
-  if (!has_history(step)) return step;
-  remember<C>(a, t, coverage, step);
-  if (!a.detaches_history) {
-    step.grad_coverage_out = step.grad_coverage_in;  // in place, from step to step
-    step.grad_last = step.grad_previous;
-  }
-  shift_to_step(step.grad_transition_prob, t, sizeof(C));
-  shift_to_step(step.grad_log_weights, t, sizeof(C));
-  return step;
 }
 
 // Run consecutive passes, item by item if they have equally many items.

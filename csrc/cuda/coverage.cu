@@ -14,18 +14,25 @@ std::string describe(const Call& a) {
          sizes({a.channels, a.taps});
 }
 
-void run_forward(const CoverageForward& a, const Tensor& query) {
+}  // namespace
+
+namespace cuda {
+void run_forward(const CoverageForward& a, const Tensor& like) {
   launched(
-      query, kThreads, [&] { return describe(a); },
+      like, kThreads, [&] { return describe(a); },
       [&](const Launch& launch) { launch_forward(a, launch); });
 }
 
-void run_backward(const CoverageBackward& a, const Tensor& query) {
+void run_backward(const CoverageBackward& a, const Tensor& like) {
   launched(
-      query, kThreads, [&] { return describe(a); },
+      like, kThreads, [&] { return describe(a); },
       [&](const Launch& launch) { launch_backward(a, launch); });
 }
+}  // namespace cuda
 
+namespace {
+void run_forward(const CoverageForward& a, const Tensor& query) { cuda::run_forward(a, query); }
+void run_backward(const CoverageBackward& a, const Tensor& query) { cuda::run_backward(a, query); }
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(attnfast_cuda, CUDA, m) { CoverageOperators::implement(m); }

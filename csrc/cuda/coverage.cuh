@@ -246,6 +246,7 @@ struct BackwardScan : Scan<T, CoverageBackward> {
   // sums over rows.
   __device__ void begin(int64_t begin) const {
     const C *coverage_in = row(a.coverage_in), *grad_coverage_out = row(a.grad_coverage_out);
+    const C* const grad_last = row(a.grad_last);
     C* const grad_inverse_fertility = row(a.grad_inverse_fertility);
     for (int64_t j = begin; j < to; j += kThreads) {
       C coverage = coverage_in ? coverage_in[j] : C(0);
@@ -255,8 +256,9 @@ struct BackwardScan : Scan<T, CoverageBackward> {
         coverage += inverse_fertility ? inverse_fertility[j] * w : w;
       }
       past[j] = grad_past(j) = 0;
+      if (grad_last) (a.transition_prob.data ? grad_past(j) : past[j]) = grad_last[j];
       grad_coverage[j] = grad_coverage_out ? grad_coverage_out[j] : C(0);
-      if (grad_inverse_fertility) grad_inverse_fertility[j] = 0;
+      if (grad_inverse_fertility && !a.sums) grad_inverse_fertility[j] = 0;
     }
   }
 
@@ -439,7 +441,8 @@ __global__ void __launch_bounds__(kThreads, transition ? 2 : 3)
   }
 
   grad_penalty = of_blocks<Add>(grad_penalty, turn);  // all blocks have finished their rows
-  if (begin == 0 && a.grad_penalty.data) *s.row(a.grad_penalty) = grad_penalty;
+  if (begin == 0 && a.grad_penalty.data)
+    *s.row(a.grad_penalty) = grad_penalty + (a.sums ? *s.row(a.grad_penalty) : C(0));
   s.end(begin);
   if (s.K) s.end_backward();
   wait_for_blocks();  // others may still read

@@ -193,6 +193,31 @@ __global__ void __launch_bounds__(kThreads)
   *at<C>(out, own.b, own.i) = *at<C>(grad, own.b, own.i) * (C(1) - f * f);
 }
 
+// ---- a history ----------------------------------------------------------------------------------
+
+// Set lengths [T, B] of the keys at every step, 0 beyond a target's end, where the history does not
+// change. They are initially 0.
+__global__ void __launch_bounds__(kThreads)
+    put_lengths_of_steps(int64_t T, int64_t B, int64_t Tk, const int64_t* target_lengths,
+                         const int64_t* lengths, int64_t* out) {
+  const OwnUnit own(T);
+  if (own.exists && own.i < target_lengths[own.b]) out[own.i * B + own.b] = lengths ? lengths[own.b] : Tk;
+}
+
+// Compute the coverage before every step, [B, T, Tk], from the first [B, Tk] and the weights [B, T, Tk].
+template <class C>
+__global__ void __launch_bounds__(kThreads)
+    cover_steps(int64_t T, int64_t Tk, Rows2 first, Rows2 inverse_fertility, Rows2 weights, Rows2 out) {
+  const OwnUnit own(Tk);
+  if (!own.exists) return;
+  C coverage = *at<C>(first, own.b, own.i);
+  for (int64_t t = 0; t < T; ++t) {
+    *at<C>(out, own.b, t * Tk + own.i) = coverage;
+    const C w = *at<C>(weights, own.b, t * Tk + own.i);
+    coverage += inverse_fertility.data ? *at<C>(inverse_fertility, own.b, own.i) * w : w;
+  }
+}
+
 // ---- padding ------------------------------------------------------------------------------------
 
 // Clear rows [B, T, columns] beyond the targets' ends; T and columns are one dimension.

@@ -15,9 +15,11 @@
 
 namespace attnfast {
 
-namespace cuda {  // attention.cu, whose kernels are compiled once
+namespace cuda {  // attention.cu and coverage.cu, whose kernels are compiled once
 void run_forward(const Forward&, const View& added, const Tensor& like);
 void run_backward(const Backward&, const Tensor& like);
+void run_forward(const CoverageForward&, const Tensor& like);
+void run_backward(const CoverageBackward&, const Tensor& like);
 int64_t grad_score_vector_parts(const Problem&);
 }  // namespace cuda
 
@@ -109,7 +111,6 @@ struct StateParameters {
 template <class Arguments>
 void refuse_unknown(const Arguments& given, const LayerChecker& fit) {
   if constexpr (requires { given.packed; }) fit.check(!given.packed, "packed");
-  fit.check(!given.coverage, "coverage");
   fit.check(!given.weight_ih_upper, "weight_ih_upper");
   fit.check(!given.dropout_output, "dropout_output");
   fit.check(!given.dropout_state, "dropout_state");
@@ -182,11 +183,14 @@ Call layer_of(const Arguments& given, Loop& loop) {
   return a;
 }
 
-// Move the mask and the span of a call for all steps to step t.
-void shift_to_step(Problem& a, int64_t t) {
-  if (a.mask.data) a.mask.data = static_cast<char*>(a.mask.data) + t * a.mask.row;
-  if (a.key_bounds.data)
-    a.key_bounds.data = static_cast<int64_t*>(a.key_bounds.data) + t * a.key_bounds.row;
+// Set the lengths of the keys at every step; see put_lengths_of_steps.
+template <class Loop>
+void put_lengths(const Loop& loop, const Problem& attention, Layer& a) {
+  if (!a.target_lengths || !a.T) return;
+  int64_t* const out = loop.launch.zeros(a.T * a.B);
+  loop.launch(put_lengths_of_steps, a.B * tiles(a.T, kThreads), 1, a.T, a.B, a.Tk, a.target_lengths,
+              attention.lengths, out);
+  a.step_lengths = out;
 }
 
 // Return the columns of W_o for the context, for input feeding.
@@ -196,12 +200,12 @@ Optional context_columns(const Optional& weight_output, const Layer& a) {
 
 // Return the values times these columns, computed before the loop so that no step multiplies its
 // context. Absent if that would cost more: with too few steps for the number of keys, or rows that
-// are much longer.
-template <class Loop>
-Optional project_values(const Loop& loop, const Layer& a, const Optional& value, const Optional& columns) {
-  if (!columns || a.Tk > 4 * a.T || a.F > 2 * a.Dv) return {};
+// are much longer; or if attention has a history.
+template <class Arguments, class Loop>
+Optional project_values(const Arguments& given, const Loop& loop, const Layer& a, const Optional& columns) {
+  if (!columns || given.coverage || a.Tk > 4 * a.T || a.F > 2 * a.Dv) return {};
   const Tensor out = loop.room({a.Tk, a.F});
-  multiply(matrix(out), matrix(packed(*value)), turned(*columns), false);
+  multiply(matrix(out), matrix(packed(*given.value)), turned(*columns), false);
   return out;
 }
 
@@ -227,7 +231,8 @@ PersistentLayer persistent_layer(const Layer& a, const StateParameters& of, cons
 // Return true if the kernels that run all steps in one launch support the layer.
 template <class Layer>
 bool runs_at_once(const Layer& a) {
-  return a.attends && a.dtype == Dtype::f32 && a.T && 0 < a.B && a.B <= kMostSequences;
+  const bool plain = a.attends && !has_history(a.attention);
+  return plain && a.dtype == Dtype::f32 && a.T && 0 < a.B && a.B <= kMostSequences;
 }
 
 // Run `kernel` if its blocks can run at once; return true if so. Shared memory holds the weights, keys and
@@ -274,9 +279,8 @@ class ForwardLoop {
   const Tensor hidden, weight_ih;
   const Optional cell, mask, of_context, projected;
   const Tensor& sums;  // the inputs' contributions, stored where the gates or states will be
-  const Tensor of_fed, state_weight, state_products, log_sum_exp;
+  const Tensor of_fed, state_weight, state_products, log_sum_exp, losses;
   Optional seen;  // the state and the state times the mask
-  Forward attends{};
 
  public:
   ForwardLoop(const RecurrentArguments& given, const Launch& launch)
@@ -285,10 +289,11 @@ class ForwardLoop {
         hidden(packed(given.hidden)), weight_ih(packed(given.weight_ih)),
         cell(loop.side_by_side(given.cell)), mask(loop.side_by_side(given.dropout)),
         of_context(context_columns(given.weight_output, a)),
-        projected(project_values(loop, a, given.value, of_context)),
+        projected(project_values(given, loop, a, of_context)),
         sums(saved_of(a.cell) ? made.gates : made.states),
         of_fed(turned(block(weight_ih, 0, gates, a.E, a.F))), state_weight(turned(of.weight)),
-        state_products(loop.room({a.T + 1, of.all})), log_sum_exp(loop.room({a.T, 1})) {
+        state_products(loop.room({a.T + 1, of.all})), log_sum_exp(loop.room({a.T, 1})),
+        losses(loop.room({given.coverage ? a.T : 0, 1})) {
     multiply(strided(sums, {a.B * a.T, gates}, {sums.stride(1), 1}, 0), matrix(packed(given.input)),
              turned(block(weight_ih, 0, gates, 0, a.E)), false);
     if (mask) {
@@ -297,11 +302,19 @@ class ForwardLoop {
       copy(hidden, block(*seen, 0, a.B, H, H));
       scale(block(*seen, 0, a.B, H, H), *mask);
     }
-    if (a.attends) put_attention(given, loop.fit, a, attends, loop.keep);
+    if (a.attends) put_attention(given, loop.fit, a, a.attention, loop.keep);
+    if (given.coverage) {
+      fill_history(given, loop.fit, a.attention, loop.keep);
+      put_lengths(loop, a.attention, a);
+      copy(*given.coverage, made.coverage);  // to which every step adds
+      a.attention.loss = loop.view_at(losses, 0);
+    }
   }
 
   RecurrentOutputs run() {
     if (!run_at_once()) run_steps();
+    const std::vector<int64_t> steps = {1, 2};
+    if (given.coverage) copy(torch::stable::sum(losses, steps, false, ScalarType::Double), made.loss);
     if (projected) multiply_weights();
     if (a.queries.data) copy_queries();
     for (const Tensor& x : {made.contexts, made.weights, made.queries, made.attentional}) loop.clear(a, x);
@@ -330,7 +343,7 @@ class ForwardLoop {
     if (!runs_at_once(a) || (of_context && !projected)) return false;
     const Optional feed = loop.side_by_side(given.feed);
     PersistentForward call{persistent_layer(a, of, state_products)};
-    call.attends = attends;
+    call.attends = a.attention;
     call.added = of_context ? loop.view_at(state_products, 1, of.output) : View{};
     call.fed_weight = {floats(of_fed), weight_ih.stride(0), int(a.F)};
     call.state_weight = {floats(of.weight), of.weight.stride(0), int(of.copies * H)};
@@ -367,12 +380,10 @@ class ForwardLoop {
 
   // Run attention at step t with row `from` of `state_products`.
   void attend(int64_t t, int64_t from) {
-    Forward now = attends;
-    shift_to_step(now, t);
+    CoverageForward now = step_of(a, t, loop.size);
     if (given.weight_query) now.query = loop.view_at(state_products, from);
     else if (from) now.query = loop.view_at(made.states, from - 1);
     else now.query = view(hidden);
-    now.weights = loop.view_at(made.weights, t);
     now.log_sum_exp = loop.view_at(log_sum_exp, t);
     if (projected) {
       now.value = view(*projected);
@@ -381,7 +392,8 @@ class ForwardLoop {
       return cuda::run_forward(now, loop.view_at(state_products, t + 1, of.output), hidden);
     }
     now.context = loop.view_at(made.contexts, t);
-    cuda::run_forward(now, {}, hidden);
+    if (given.coverage) cuda::run_forward(now, hidden);
+    else cuda::run_forward(now, {}, hidden);
     if (!of_context) return;
     const Feed call = {.B = a.B,
                        .F = a.F,
@@ -418,12 +430,12 @@ class ForwardLoop {
   // Compute the contexts of all steps, if the loop read projected values: a context is a dot score's
   // grad_query with weights as grad_score.
   void multiply_weights() {
-    Backward sum = {attends};
+    Backward sum = {a.attention};
     sum.score = Score::dot;
     sum.scale = 1;
     sum.Tq = a.T;
     sum.A = a.Dv;
-    sum.key = attends.value;
+    sum.key = a.attention.value;
     sum.grad_score = view(made.weights);
     sum.grad_score_given = true;
     sum.grad_query = view(made.contexts);
@@ -472,12 +484,12 @@ class BackwardLoop {
   const Tensor hidden, states, cells, saved_gates, attentional, queries, weights, weight_ih, grad_states;
   const Optional cell, mask, grad_cells, grad_weights, of_context;
   const Optional projected;  // if present, a step reads no gradient of a context
-  const Tensor of_inputs, state_products, carried, grad_query, of_fed, grad_score;
+  const Tensor of_inputs, state_products, carried, grad_query, of_fed, grad_score, coverages;
   // The gradients of the contexts and attentional vectors, to which the loop adds, and those of the two
   // that is fed.
   Tensor grad_contexts, grad_attentional;
   const Tensor& grad_fed;
-  Backward attends{};
+  std::optional<HistorySums> of_history;
 
  public:
   BackwardLoop(const RecurrentBackwardArguments& given, const Launch& launch)
@@ -492,21 +504,25 @@ class BackwardLoop {
         mask(loop.side_by_side(given.dropout)), grad_cells(loop.side_by_side(given.grad_cells)),
         grad_weights(loop.side_by_side(given.grad_weights)),
         of_context(context_columns(given.weight_output, a)),
-        projected(given.grad_contexts ? Optional() : project_values(loop, a, given.value, of_context)),
+        projected(given.grad_contexts ? Optional() : project_values(given, loop, a, of_context)),
         of_inputs(loop.room({a.T, gates})), state_products(loop.room({a.T + 1, of.all})),
         carried(mask ? loop.room({2 * H}) : grads.grad_hidden), grad_query(loop.room({1, H})),
         of_fed(block(weight_ih, 0, gates, a.E, a.F)), grad_score(loop.room({a.T, a.Tk})),
+        coverages(loop.room({given.coverage ? a.T : 0, a.Tk})),
         grad_fed(of_context ? grad_attentional : grad_contexts) {
     for (const Tensor& x : {state_products, carried, grad_query, grads.grad_cell}) zero(x);
     grad_contexts = returned(given.grad_contexts, a.attends, a.Dv);
     grad_attentional = returned(given.grad_attentional, a.attentional.data, a.F);
     if (!a.attends) return;
+    CoverageBackward& attends = a.attention;
     put_attention(given, loop.fit, a, attends, loop.keep);
     attends.query = loop.view_at(queries, 0);
     attends.weights = loop.view_at(weights, 0);
     attends.grad_context = loop.view_at(grad_contexts, 0);
     attends.grad_score = loop.view_at(grad_score, 0);
     attends.grad_score_returned = true;
+    if (grad_weights) attends.grad_weights = loop.view_at(*grad_weights, 0);
+    if (given.coverage) begin_history();
   }
 
   RecurrentGradients run() {
@@ -527,16 +543,37 @@ class BackwardLoop {
       multiply_states(of_output);
       if (grads.grad_bias_ih.numel()) copy(sum_of_rows(of_inputs), grads.grad_bias_ih);
     }
-    if (a.attends && given.need_grad_key) {
-      Problem all = attends;
+    const auto run_all = [&](const Backward& x) { cuda::run_backward(x, hidden); };
+    if (of_history)
+      of_history->finish(given, loop.fit, a, grads, [&](Backward of_values) {
+        of_values.grad_key = of_values.grad_score_vector = View{};
+        of_values.grad_score_given = true;
+        run_all(of_values);
+      });
+    if (a.attends && given.need_grad_key && !loop.fit.K) {
+      Problem all = a.attention;
       all.Tq = a.T;
-      add_key_gradients(given, loop.fit, attends, cuda::grad_score_vector_parts(all), grads,
-                        [&](const Backward& x) { cuda::run_backward(x, hidden); });
+      add_key_gradients(given, loop.fit, a.attention, cuda::grad_score_vector_parts(all), grads, run_all);
     }
     return grads;
   }
 
  private:
+  // Compute the coverage before every step, and initialise the gradient of the history after the
+  // last one.
+  void begin_history() {
+    of_history.emplace(given, loop.fit, a, grads, loop.keep);
+    put_lengths(loop, a.attention, a);
+    a.coverages = view(coverages);
+    const auto rows = [](const View& x) { return Rows2{x.data, x.batch}; };
+    const auto kernels = [](auto zero) { return cover_steps<decltype(zero)>; };
+    loop.run(a.Tk, kernels, a.T, a.Tk, rows(a.attention.coverage_in), rows(a.attention.inverse_fertility),
+             matrix_rows(weights), matrix_rows(coverages));
+    if (given.grad_coverage) copy(*given.grad_coverage, grads.grad_coverage);
+    else zero(grads.grad_coverage);
+    zero(grads.grad_previous);
+  }
+
   void run_steps() {
     const bool asks_last = a.attends && !a.attends_first;
     for (int64_t t = a.T - 1; t >= 0; --t) {
@@ -556,13 +593,12 @@ class BackwardLoop {
   bool run_at_once() {
     if (!runs_at_once(a) || (of_context && !projected)) return false;
     PersistentBackward call{persistent_layer(a, of, state_products)};
-    call.attends = attends;
+    call.attends = a.attention;
     call.attends.Tq = a.T;
     call.attends.query = view(queries);
     call.attends.weights = view(weights);
     call.attends.grad_context = view(grad_contexts);
     call.attends.grad_score = view(grad_score);
-    if (grad_weights) call.attends.grad_weights = view(*grad_weights);
     if (projected) {
       call.attends.value = view(*projected);
       call.attends.Dv = a.F;
@@ -619,20 +655,15 @@ class BackwardLoop {
 
   // Run attention's backward at step t and store into row `to` of `state_products`.
   void attend_backward(int64_t t, int64_t to) {
-    Backward now = attends;
-    shift_to_step(now, t);
-    now.query = loop.view_at(queries, t);
-    now.weights = loop.view_at(weights, t);
-    now.grad_context = loop.view_at(grad_contexts, t);
+    CoverageBackward now = step_of(a, t, loop.size);
     if (projected) {
       now.value = view(*projected);
       now.Dv = a.F;
       now.grad_context = loop.view_at(state_products, t + 1, of.output);
     }
-    now.grad_score = loop.view_at(grad_score, t);
-    if (grad_weights) now.grad_weights = loop.view_at(*grad_weights, t);
     now.grad_query = given.weight_query ? loop.view_at(state_products, to) : loop.view_at(grad_query, 0);
-    cuda::run_backward(now, hidden);
+    if (of_history) cuda::run_backward(now, hidden);
+    else cuda::run_backward(static_cast<const Backward&>(now), hidden);
   }
 
   // Map row t of `state_products` to the gradient of the state.

@@ -64,6 +64,8 @@ void run_forward(const Forward& a, const View& added, const Tensor&) {
   launch_forward(a, LaunchOnHost<kThreads>{}, added);
 }
 void run_backward(const Backward& a, const Tensor&) { attnfast::run_backward(a); }
+void run_forward(const CoverageForward& a, const Tensor&) { attnfast::run_forward(a); }
+void run_backward(const CoverageBackward& a, const Tensor&) { attnfast::run_backward(a); }
 int64_t grad_score_vector_parts(const Problem& a) { return attnfast::grad_score_vector_parts(a); }
 }  // namespace cuda
 namespace {
