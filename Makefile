@@ -19,10 +19,12 @@ demo: .venv/installed
 	$(BIN)/attnfast demo
 
 # Two files of tests at a time. The second run takes the oldest Triton that pyproject.toml claims, for
-# the oldest GPUs, and exponentials and quotients as rough as a GPU's.
+# the oldest GPUs, and exponentials and quotients as rough as a GPU's; tables of cases run there alone.
 test: ELSEWHERE := sm_80 or sm_100 or gfx942
+test: TABLES := triton and test_table and not test_span
 test: .venv/installed .venv/cuda .venv/oldest-triton integrations
-	$(BIN)/pytest -q $(TWO) --ignore tests/test_docs_site.py -k "not (triton_compile and ($(ELSEWHERE))) and not sanitizers"
+	$(BIN)/pytest -q $(TWO) --ignore tests/test_docs_site.py \
+	  -k "not (triton_compile and ($(ELSEWHERE))) and not ($(TABLES)) and not sanitizers"
 	OMP_NUM_THREADS=1 PYTHONPATH=tests:.venv/oldest-triton $(BIN)/pytest -q $(TWO) -p rough_math tests \
 	  -k "triton and (table or vanish or large or sm_80) and not test_span"
 

@@ -439,7 +439,10 @@ WIDE_LAYERS = [
 LAYERS_AT_ONCE = [
     x
     for x in [*SMALL_LAYERS, *WIDE_LAYERS]
-    if x.dtype == torch.float32 and x.recurrence and 0 < x.B * x.T * (x.Tk + 1) < 600
+    if x.dtype == torch.float32
+    and x.recurrence
+    and 0 < x.B * x.T * (x.Tk + 1) < 600
+    and "past" not in x.terms
 ]
 
 
@@ -497,11 +500,13 @@ def test_launches_of_all_steps_at_once(recurrence, score, recurrent, at_once, li
     assert counts[0] == counts[1]
 
 
-@pytest.mark.parametrize("change", [{"B": 129}, {"dtype": torch.float64}, {"Tk": 530}])
+@pytest.mark.parametrize(
+    "change", [{"B": 129}, {"dtype": torch.float64}, {"Tk": 530}, {"terms": ("past",)}]
+)
 def test_layers_that_run_step_by_step(change, recurrent, library):
     library.set_multiprocessors(1, 1 << 20)
-    sizes = {"B": 3, "T": 2, **change}
-    case = test_recurrent.Case("gru", "attend_first", "dot", terms=("projection",), **sizes)
+    sizes = {"B": 3, "T": 2, "terms": ("projection",), **change}
+    case = test_recurrent.Case("gru", "attend_first", "dot", **sizes)
     library.take_launches()
     test_recurrent.RECURRENT(recurrent, test_recurrent.call(case))
     library.set_multiprocessors(0, 0)
@@ -611,6 +616,8 @@ LONG_LAYERS = [
 
 @pytest.mark.parametrize("case", LONG_LAYERS, ids=str)
 def test_a_recurrent_layer_over_many_keys(case, recurrent, blocks):
+    if blocks == 2 and case not in LONG_LAYERS[::3]:
+        pytest.skip("a sample of the cases suffices with this number of blocks")
     test_recurrent.judge(case, recurrent)
     args = test_recurrent.call(case)
     for x, y in zip(*(test_recurrent.RECURRENT(recurrent, args) for _ in range(2))):

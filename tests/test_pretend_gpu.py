@@ -22,7 +22,7 @@ OPTIONS = ["-q", "-p", "no:cacheprovider", "-p", "pretend_gpu"]
 #: What looks into tensors from below, where they are on the CPU; activations look at no device.
 ELSEWHERE = "compile or opcheck or gradcheck or forward_mode or fuzz or relu"
 #: Searches and translators that take the way of others, with another score.
-ALIKE = "local-beam or general-beam or scaled or concat or cosine or multihead or predictive"
+ALIKE = "local- or general or scaled or concat or cosine or multihead or predictive"
 
 
 def pretend(*arguments: str) -> subprocess.CompletedProcess:
