@@ -82,7 +82,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         "GrowableBuffer.write": [
             ("self.rows.data.narrow(-2, start, rows)", "self.rows.narrow(-2, start, rows)"),
         ],
-        "GrowableBuffer.like": [("with torch.inference_mode(False):  # or", "if True:  # or")],
+        "GrowableBuffer.like": [("with torch.inference_mode(False):", "if True:")],
         "GrowableBuffer.key_exponentials": [
             ("if self._exponentials_for != (backend, score):", "if self._kept_for is None:"),
             ("start == 0 or self._exponentials is not None", "True"),
@@ -1818,7 +1818,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         ],
         "generates": [("w < V && x[w] != -infinity<C>()", "w < V")],
     },
-    ("csrc/cpu/recurrent_steps.h", RECURRENT): {
+    ("csrc/recurrent.h", RECURRENT): {
         "remember": [
             ("step.log_weights.data ? step.log_weights : step.weights", "step.weights"),
             ("if (a.step_lengths) step.lengths =", "if (false) step.lengths ="),
@@ -2280,6 +2280,8 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
             ("own.i / columns >= target_lengths", "own.i / columns > target_lengths"),
             ("staged.score(row, lane) + *at<C>(a.state_products, b + row, i + lane)",
              "staged.score(row, lane)"),
+            ("m == 0 ? C(0) : *at<C>(attentional, own.b, own.i) / m;",
+             "*at<C>(attentional, own.b, own.i);"),
         ],
         "sum": [("+ read<C>(grad_query, b, i);", ";")],
         "put_lengths_of_steps": [("own.exists && own.i < target_lengths[own.b])", "own.exists)")],
@@ -2308,17 +2310,20 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
             ("projected(given.grad_contexts ? Optional() :", "projected(false ? Optional() :"),
             ("if (projected && given.need_grad_key)", "if (false)"),
         ],
-        "write_initial_grads": [("attends_first ? loop.at(grad_query, 0) : Rows2{}}", "Rows2{}}")],
+        "write_initial_grads": [("asks ? loop.at(grad_query, 0) : Rows2{}}", "Rows2{}}")],
         "multiply_inputs": [("loop.clear(a, input);", ";")],
         "StateParameters": [
-            ("given.weight_hh, given.bias_hh, gates, masked(a))",
-             "given.weight_hh, given.bias_hh, gates, 0)"),
+            ("last(given.bias_hh), gates, masked(a));", "last(given.bias_hh), gates, 0);"),
         ],
         "copy_queries": [
             ("a.attends_first ? 0 : 1, a.T, 0, a.A), made.queries",
              "0, a.T, 0, a.A), made.queries"),
         ],
-        "multiply_weights": [("cuda::run_backward(sum, hidden);", "")],
+        "multiply_weights": [("cuda::run_backward(sum, last().hidden);", "")],
+        "read_below": [("if (dropout_between) {", "if (false) {")],
+        "reach_below": [("if (dropout_between) loop.mask_step(", "if (false) loop.mask_step(")],
+        "multiply_gradients_below": [("x.carried, 0, a.B, H, H)", "x.carried, 0, a.B, 0, H)")],
+        "multiply_layer": [("if (x.mask) scale_steps(before, *x.mask);", "")],
     },
     ("csrc/cuda/persistent.cuh", CUDA.format("all_steps_at_once")): {
         "split": [("low[i] = x[i] - high[i];", "low[i] = 0;")],

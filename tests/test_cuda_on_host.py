@@ -398,6 +398,7 @@ def recurrent(host, monkeypatch):
 
 
 FEEDS, EVERYTHING = "input_feeding", test_recurrent.EVERYTHING
+STACK, PAST = test_recurrent.STACK, test_recurrent.PAST
 SMALL_LAYERS = [
     x
     for x in test_recurrent.CASES
@@ -442,7 +443,7 @@ LAYERS_AT_ONCE = [
     if x.dtype == torch.float32
     and x.recurrence
     and 0 < x.B * x.T * (x.Tk + 1) < 600
-    and "past" not in x.terms
+    and not {"past", "stack"} & {*x.terms}
 ]
 
 
@@ -501,7 +502,14 @@ def test_launches_of_all_steps_at_once(recurrence, score, recurrent, at_once, li
 
 
 @pytest.mark.parametrize(
-    "change", [{"B": 129}, {"dtype": torch.float64}, {"Tk": 530}, {"terms": ("past",)}]
+    "change",
+    [
+        {"B": 129},
+        {"dtype": torch.float64},
+        {"Tk": 530},
+        {"terms": ("past",)},
+        {"terms": ("stack",)},
+    ],
 )
 def test_layers_that_run_step_by_step(change, recurrent, library):
     library.set_multiprocessors(1, 1 << 20)
@@ -563,8 +571,6 @@ def test_a_recurrent_layer_takes_no_packed_weights(recurrent):
 @pytest.mark.parametrize(
     ("term", "argument", "reason"),
     [
-        ("stack", "weight_ih_upper", "several layers"),
-        ("dropout of output", "dropout_output", "dropout that changes from step to step"),
         ("dropout of state", "dropout_state", "dropout that changes from step to step"),
         ("dropout of cell", "dropout_cell", "dropout that changes from step to step"),
         ("dropout of query", "dropout_query", "dropout that changes from step to step"),
@@ -610,6 +616,8 @@ LONG_LAYERS = [
         ("gru", FEEDS, "tanh", 1, 3, 530, ("lengths",), torch.float32),
         ("gru", FEEDS, "tanh", 2, 4, 150, ("projection",), torch.float64),
         ("gru", "attend_first", "tanh", 2, 4, 150, EVERYTHING, torch.float32),
+        ("lstm", FEEDS, "tanh", 2, 4, 70, (*EVERYTHING, *STACK, *PAST), torch.float64),
+        ("gru", FEEDS, "dot", 2, 40, 70, (*STACK, "lengths", "unread"), torch.float32),
     )
 ]
 

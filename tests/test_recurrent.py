@@ -63,7 +63,7 @@ MASKS = (
 SPARSE = ("sparsemax", "entmax15")
 #: A gate on the context, and attentional vectors without a tanh.
 OUTPUTS = ("gate", "identity")
-LACKING_ON_CUDA = (*STACK, *MASKS, *SPARSE, *OUTPUTS)
+LACKING_ON_CUDA = (*(x for x in MASKS if x not in STACK), *SPARSE, *OUTPUTS)
 #: With "sigmoid" the weights of a history are normalised sigmoids, with "detached" it is cut.
 #: With "past" attention has a history, and no span; with "unread" no gradient comes for contexts.
 PAST = ("past", "filters", "penalty", "fertility", "transition")

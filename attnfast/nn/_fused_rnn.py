@@ -104,14 +104,16 @@ FUSED_ATTENTIONS = (
 LARGE = 1 << 20
 
 
+#: The masks of single steps that every backend takes.
+DROPPED_EVERYWHERE = {"dropout_between", "dropout_output"}
+
+
 def layer_feature(layer: Layer, drops_at_steps: bool = False, is_gated: bool = False) -> str:
     """Return the first feature of a layer that not every backend has, or "".
 
     ``drops_at_steps``: whether it has dropout with other masks at every step; ``is_gated``: whether
     it has a gate on its context.
     """
-    if layer.weight_ih_upper is not None:
-        return "several layers"
     if drops_at_steps:
         return "dropout that changes from step to step"
     if is_gated:
@@ -170,16 +172,20 @@ def run_layer(
     backend, reason, output = None, "its cell or output layer is no plain module", layer.output
     plain = layer.rnn is None and (output is None or is_plain(output, nn.Linear))
     given = {name: x for name, x in dropouts.items() if x is not None}
-    alone = attention is None and output is None and layer.weight_ih_upper is None
+    bare = attention is None and output is None and layer.weight_ih_upper is None
     whole = not (single or given) and target_lengths is None
-    if alone and whole and plain and input.is_cuda and not is_tracing():
+    if bare and whole and plain and input.is_cuda and not is_tracing():
         record("recurrent layer", "PyTorch", "cuDNN is faster for a layer without attention")
         return run_torch(layer, input, state)
     inner, gate = split_gate(attention)
     autocasts = runs_under_autocast(input) and not single
-    feature = layer_feature(layer, bool(given.keys() - {"dropout"}), gate is not None)
-    if plain and single and feature:
-        reason = f"a single step of a layer with {feature} runs in a loop"
+    drops = given.keys() - {"dropout"}
+    feature = layer_feature(layer, bool(drops - DROPPED_EVERYWHERE), gate is not None)
+    alone = layer_feature(layer, bool(drops), gate is not None)
+    if layer.weight_ih_upper is not None:
+        alone = "several layers"
+    if plain and single and alone:
+        reason = f"a single step of a layer with {alone} runs in a loop"
     elif plain and single and torch.is_grad_enabled() and _is_large(layer, memory):
         reason = "a single step of a large layer with gradients runs in a loop"
     elif plain:

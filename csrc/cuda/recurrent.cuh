@@ -183,14 +183,15 @@ __global__ void __launch_bounds__(kThreads) feed(const Feed a) {
         tanh(staged.score(row, lane) + *at<C>(a.state_products, b + row, i + lane));
 }
 
-// Compute the gradient of its sum from its gradient.
+// Compute the gradient of its sum from its gradient. The vector may have been multiplied by a mask.
 template <class C>
 __global__ void __launch_bounds__(kThreads)
-    attentional_backward(int64_t features, Rows2 attentional, Rows2 grad, Rows2 out) {
+    attentional_backward(int64_t features, Rows2 attentional, Rows2 mask, Rows2 grad, Rows2 out) {
   const OwnUnit own(features);
   if (!own.exists) return;
-  const C f = *at<C>(attentional, own.b, own.i);
-  *at<C>(out, own.b, own.i) = *at<C>(grad, own.b, own.i) * (C(1) - f * f);
+  const C m = mask.data ? *at<C>(mask, own.b, own.i) : C(1);
+  const C f = m == 0 ? C(0) : *at<C>(attentional, own.b, own.i) / m;
+  *at<C>(out, own.b, own.i) = m * *at<C>(grad, own.b, own.i) * (C(1) - f * f);
 }
 
 // ---- a history ----------------------------------------------------------------------------------

@@ -7,6 +7,8 @@
 // parameters. Row t belongs to the state before step t. In the backward the same row holds the
 // gradients, and one product maps them to the state. With dropout the rows that are
 // multiplied (`seen`) hold the state twice, as it is and times the mask.
+//
+// In a stack this is the state of the last layer; those below have products with weight_hh alone.
 #pragma once
 #include "../launch_recurrent.h"
 #include "persistent_backward.cuh"
@@ -53,6 +55,16 @@ Tensor steps(const Tensor& x, int64_t t, int64_t count, int64_t first, int64_t n
 Tensor matrix(const Tensor& x) {  // of contiguous rows [B, T, columns]
   return strided(x, {x.size(0) * x.size(1), x.size(2)}, {x.size(2), 1}, 0);
 }
+// Return a layer's part of a tensor that every layer of a stack has; an absent result has size [0].
+Tensor of_layer(const Tensor& x, int64_t number, bool stacked) {
+  if (!stacked || x.dim() == 1) return x;
+  const std::vector<int64_t> sizes(x.sizes().begin() + 1, x.sizes().end()),
+      strides(x.strides().begin() + 1, x.strides().end());
+  return strided(x, sizes, strides, number * x.stride(0));
+}
+Optional of_layer(const Optional& x, int64_t number, bool stacked) {
+  return x ? Optional(of_layer(*x, number, stacked)) : x;
+}
 Tensor turned(const Tensor& x) { return strided(x, {x.size(1), x.size(0)}, {x.stride(1), x.stride(0)}, 0); }
 
 void copy(const Tensor& from, Tensor to) { torch::stable::copy_(to, from); }
@@ -96,7 +108,8 @@ struct StateParameters {
       if (of) copy(*of, strided(bias, {x.size(0)}, {1}, first));
     };
     if (given.weight_query) put(*given.weight_query, given.bias_query, 0, 0);
-    put(given.weight_hh, given.bias_hh, gates, masked(a));
+    const auto last = [&](const auto& x) { return of_layer(x, a.layers - 1, a.layers > 1); };
+    put(last(given.weight_hh), last(given.bias_hh), gates, masked(a));
     if (given.weight_output)
       put(block(packed(*given.weight_output), 0, a.F, a.Dv, a.H), given.bias_output, output, 0);
   }
@@ -111,8 +124,6 @@ struct StateParameters {
 template <class Arguments>
 void refuse_unknown(const Arguments& given, const LayerChecker& fit) {
   if constexpr (requires { given.packed; }) fit.check(!given.packed, "packed");
-  fit.check(!given.weight_ih_upper, "weight_ih_upper");
-  fit.check(!given.dropout_output, "dropout_output");
   fit.check(!given.dropout_state, "dropout_state");
   fit.check(!given.dropout_cell, "dropout_cell");
   fit.check(!given.dropout_query, "dropout_query");
@@ -156,7 +167,17 @@ struct Loop {
     sizes.insert(sizes.begin(), fit.B);
     return empty(fit.device(), sizes, fit.dtype);
   }
-  Optional side_by_side(const Optional& x) const { return x ? Optional(packed(*x)) : x; }
+  static Optional side_by_side(const Optional& x) { return x ? Optional(packed(*x)) : x; }
+  // Return contiguous rows of a layer.
+  template <class X>
+  auto own(const X& x, int64_t number) const {
+    if constexpr (std::is_same_v<X, Tensor>) return of_layer(packed(x), number, fit.stacked);
+    else return of_layer(side_by_side(x), number, fit.stacked);
+  }
+  // Multiply x by a mask of step t, rows [B, T, columns], if it is given.
+  void mask_step(const Tensor& x, const Optional& mask, int64_t t) const {
+    if (mask) scale(x, step(*mask, t, 0, x.size(1)));
+  }
 
   // Run a kernel of the layer's dtype, kernels.operator()<C>(); `run` launches `units` of every
   // sequence.
@@ -231,7 +252,7 @@ PersistentLayer persistent_layer(const Layer& a, const StateParameters& of, cons
 // Return true if the kernels that run all steps in one launch support the layer.
 template <class Layer>
 bool runs_at_once(const Layer& a) {
-  const bool plain = a.attends && !has_history(a.attention);
+  const bool plain = a.attends && !has_history(a.attention) && a.layers == 1 && !a.dropout_output.data;
   return plain && a.dtype == Dtype::f32 && a.T && 0 < a.B && a.B <= kMostSequences;
 }
 
@@ -267,6 +288,18 @@ bool launch_at_once(const Loop& loop, Call& call, void (*kernel)(Call), int64_t 
 
 // ---- forward ------------------------------------------------------------------------------------
 
+// What the cell of a layer reads and writes.
+struct ForwardLayer {
+  Tensor hidden, states, cells, gates;
+  Optional cell, mask;
+  Tensor sums;         // the inputs' contributions, stored where the gates or states will be
+  Tensor products;     // of the states before each step, with weight_hh from a column on
+  int64_t first_gate;  // that column
+  Tensor bias_ih;      // or nothing
+  Tensor weight_hh;    // of a layer below the last
+  Optional seen;       // the state and the state times the mask
+};
+
 // The buffers of a forward, and the phases of a step.
 template <class Launch>
 class ForwardLoop {
@@ -276,32 +309,27 @@ class ForwardLoop {
   const RecurrentOutputs made;
   const StateParameters of;
   const int64_t H, gates;
-  const Tensor hidden, weight_ih;
-  const Optional cell, mask, of_context, projected;
-  const Tensor& sums;  // the inputs' contributions, stored where the gates or states will be
+  const Tensor weight_ih;
+  const Optional of_context, projected, dropout_output, dropout_between;
   const Tensor of_fed, state_weight, state_products, log_sum_exp, losses;
-  Optional seen;  // the state and the state times the mask
+  std::vector<ForwardLayer> layers;
+  ForwardLayer& last() { return layers.back(); }
 
  public:
   ForwardLoop(const RecurrentArguments& given, const Launch& launch)
       : given(given), loop(given, launch), a(layer_of<RecurrentForward>(given, loop)),
         made(results_of(given, loop.fit, a)), of(given, a), H(a.H), gates(gates_of(a.cell) * H),
-        hidden(packed(given.hidden)), weight_ih(packed(given.weight_ih)),
-        cell(loop.side_by_side(given.cell)), mask(loop.side_by_side(given.dropout)),
-        of_context(context_columns(given.weight_output, a)),
+        weight_ih(packed(given.weight_ih)), of_context(context_columns(given.weight_output, a)),
         projected(project_values(given, loop, a, of_context)),
-        sums(saved_of(a.cell) ? made.gates : made.states),
+        dropout_output(loop.side_by_side(given.dropout_output)),
+        dropout_between(loop.side_by_side(given.dropout_between)),
         of_fed(turned(block(weight_ih, 0, gates, a.E, a.F))), state_weight(turned(of.weight)),
         state_products(loop.room({a.T + 1, of.all})), log_sum_exp(loop.room({a.T, 1})),
         losses(loop.room({given.coverage ? a.T : 0, 1})) {
+    for (int64_t number = 0; number < a.layers; ++number) layers.push_back(layer(number));
+    const Tensor& sums = layers[0].sums;
     multiply(strided(sums, {a.B * a.T, gates}, {sums.stride(1), 1}, 0), matrix(packed(given.input)),
              turned(block(weight_ih, 0, gates, 0, a.E)), false);
-    if (mask) {
-      seen = loop.room({2 * H});
-      copy(hidden, block(*seen, 0, a.B, 0, H));
-      copy(hidden, block(*seen, 0, a.B, H, H));
-      scale(block(*seen, 0, a.B, H, H), *mask);
-    }
     if (a.attends) put_attention(given, loop.fit, a, a.attention, loop.keep);
     if (given.coverage) {
       fill_history(given, loop.fit, a.attention, loop.keep);
@@ -322,6 +350,30 @@ class ForwardLoop {
   }
 
  private:
+  ForwardLayer layer(int64_t number) const {
+    const auto own = [&](const auto& x) { return loop.own(x, number); };
+    ForwardLayer x = {own(given.hidden), own(made.states), own(made.cells),
+                      own(made.gates),   own(given.cell),  own(given.dropout)};
+    x.sums = saved_of(a.cell) ? x.gates : x.states;
+    x.products = state_products;
+    x.first_gate = of.gates;
+    if (given.bias_ih) x.bias_ih = own(*given.bias_ih);
+    if (number + 1 < a.layers) {
+      x.products = loop.room({a.T, gates});
+      x.first_gate = 0;
+      x.weight_hh = turned(own(given.weight_hh));
+      if (given.bias_hh) copy(own(*given.bias_hh), x.products);
+      else zero(x.products);
+    }
+    if (x.mask) {
+      x.seen = loop.room({2 * H});
+      copy(x.hidden, block(*x.seen, 0, a.B, 0, H));
+      copy(x.hidden, block(*x.seen, 0, a.B, H, H));
+      scale(block(*x.seen, 0, a.B, H, H), *x.mask);
+    }
+    return x;
+  }
+
   void run_steps() {
     const bool asks_last = a.attends && !a.attends_first;
     copy(of.bias, state_products);
@@ -331,8 +383,12 @@ class ForwardLoop {
       const Tensor& all_fed = of_context ? made.attentional : made.contexts;
       Optional fed = given.feed;
       if (a.attends && (a.attends_first || t)) fed = step(all_fed, a.attends_first ? t : t - 1, 0, a.F);
-      if (fed) multiply(step(sums, t, 0, gates), *fed, of_fed, true);
-      run_cell(t);
+      if (fed) multiply(step(layers[0].sums, t, 0, gates), *fed, of_fed, true);
+      for (int64_t number = 0; number < a.layers; ++number) {
+        if (number) read_below(number, t);
+        if (number + 1 < a.layers) multiply_state_below(layers[number], t);
+        run_cell(layers[number], t);
+      }
       if (asks_last || t + 1 < a.T) multiply_state(t + 1);
       if (asks_last) attend(t, t + 1);
     }
@@ -348,17 +404,17 @@ class ForwardLoop {
     call.fed_weight = {floats(of_fed), weight_ih.stride(0), int(a.F)};
     call.state_weight = {floats(of.weight), of.weight.stride(0), int(of.copies * H)};
     call.state_bias = floats(of.bias);
-    call.input_sums = view(sums);
+    call.input_sums = view(last().sums);
     call.states = view(made.states);
-    call.cells = cell ? view(made.cells) : View{};
+    call.cells = given.cell ? view(made.cells) : View{};
     call.saved_gates = saved_of(a.cell) ? view(made.gates) : View{};
     call.fed = view(of_context ? made.attentional : made.contexts);
-    call.hidden = matrix_rows(hidden);
-    call.first_cell = loop.at(cell);
+    call.hidden = matrix_rows(last().hidden);
+    call.first_cell = loop.at(last().cell);
     call.feed = loop.at(feed);
     call.bias_ih = {a.bias_ih.data, 0};
-    call.mask = loop.at(mask);
-    call.seen = loop.at(seen);
+    call.mask = loop.at(last().mask);
+    call.seen = loop.at(last().seen);
     call.target_lengths = a.target_lengths;
     Forward& now = call.attends;
     now.Tq = a.T;
@@ -374,27 +430,54 @@ class ForwardLoop {
 
   // Fill row t of `state_products`.
   void multiply_state(int64_t t) {
-    const Tensor state = seen ? *seen : t ? step(made.states, t - 1, 0, H) : hidden;
+    const ForwardLayer& x = last();
+    const Tensor state = x.seen ? *x.seen : t ? step(x.states, t - 1, 0, H) : x.hidden;
     multiply(step(state_products, t, 0, of.all), state, state_weight, true);
+  }
+
+  // Fill row t of the products of a layer below the last.
+  void multiply_state_below(const ForwardLayer& x, int64_t t) {
+    const Tensor state = x.seen ? block(*x.seen, 0, a.B, H, H) : t ? step(x.states, t - 1, 0, H) : x.hidden;
+    multiply(step(x.products, t, 0, gates), state, x.weight_hh, true);
+  }
+
+  // Set the sums of a layer at step t to the product with the state of the layer below.
+  void read_below(int64_t number, int64_t t) {
+    Tensor state = step(layers[number - 1].states, t, 0, H);
+    if (dropout_between) {
+      const Tensor below = state;
+      state = loop.room({H});
+      copy(below, state);
+      loop.mask_step(state, of_layer(dropout_between, number - 1, true), t);
+    }
+    const Tensor weight = of_layer(*given.weight_ih_upper, number - 1, true);
+    multiply(step(layers[number].sums, t, 0, gates), state, turned(weight), false);
   }
 
   // Run attention at step t with row `from` of `state_products`.
   void attend(int64_t t, int64_t from) {
     CoverageForward now = step_of(a, t, loop.size);
+    const Tensor& like = last().hidden;
     if (given.weight_query) now.query = loop.view_at(state_products, from);
-    else if (from) now.query = loop.view_at(made.states, from - 1);
-    else now.query = view(hidden);
+    else if (from) now.query = loop.view_at(last().states, from - 1);
+    else now.query = view(like);
     now.log_sum_exp = loop.view_at(log_sum_exp, t);
     if (projected) {
       now.value = view(*projected);
       now.Dv = a.F;
       now.context = loop.view_at(made.attentional, t);
-      return cuda::run_forward(now, loop.view_at(state_products, t + 1, of.output), hidden);
+      cuda::run_forward(now, loop.view_at(state_products, t + 1, of.output), like);
+    } else {
+      now.context = loop.view_at(made.contexts, t);
+      if (given.coverage) cuda::run_forward(now, like);
+      else cuda::run_forward(now, {}, like);
+      if (of_context) add_context(t);
     }
-    now.context = loop.view_at(made.contexts, t);
-    if (given.coverage) cuda::run_forward(now, hidden);
-    else cuda::run_forward(now, {}, hidden);
-    if (!of_context) return;
+    if (of_context) loop.mask_step(step(made.attentional, t, 0, a.F), dropout_output, t);
+  }
+
+  // Compute the attentional vectors of step t from its contexts.
+  void add_context(int64_t t) {
     const Feed call = {.B = a.B,
                        .F = a.F,
                        .Dv = a.Dv,
@@ -406,21 +489,21 @@ class ForwardLoop {
     loop.run_blocks(tiles(a.B, kQueries) * tiles(a.F, kKeys), kernels, call);
   }
 
-  void run_cell(int64_t t) {
+  void run_cell(const ForwardLayer& x, int64_t t) {
     const CellStep call = {.B = a.B,
                            .H = H,
                            .t = t,
                            .target_lengths = a.target_lengths,
-                           .of_input = loop.at(sums, t),
-                           .bias_ih = {a.bias_ih.data, 0},
-                           .state_products = loop.at(state_products, t, of.gates),
-                           .before = loop.before(made.states, hidden, t),
-                           .cell_before = cell ? loop.before(made.cells, cell, t) : Rows2{},
-                           .mask = loop.at(mask),
-                           .state = loop.at(made.states, t),
-                           .cell = cell ? loop.at(made.cells, t) : Rows2{},
-                           .gates = saved_of(a.cell) ? loop.at(made.gates, t) : Rows2{},
-                           .seen = loop.at(seen)};
+                           .of_input = loop.at(x.sums, t),
+                           .bias_ih = {given.bias_ih ? data_or_sentinel(x.bias_ih) : nullptr, 0},
+                           .state_products = loop.at(x.products, t, x.first_gate),
+                           .before = loop.before(x.states, x.hidden, t),
+                           .cell_before = x.cell ? loop.before(x.cells, x.cell, t) : Rows2{},
+                           .mask = loop.at(x.mask),
+                           .state = loop.at(x.states, t),
+                           .cell = x.cell ? loop.at(x.cells, t) : Rows2{},
+                           .gates = saved_of(a.cell) ? loop.at(x.gates, t) : Rows2{},
+                           .seen = loop.at(x.seen)};
     by_cell(a.cell, [&](auto known) {
       const auto kernels = [](auto zero) { return cell_step<decltype(zero), decltype(known)::cell>; };
       loop.run(H, kernels, call);
@@ -439,15 +522,15 @@ class ForwardLoop {
     sum.grad_score = view(made.weights);
     sum.grad_score_given = true;
     sum.grad_query = view(made.contexts);
-    cuda::run_backward(sum, hidden);
+    cuda::run_backward(sum, last().hidden);
   }
 
   void copy_queries() {
     if (given.weight_query) {
       copy(steps(state_products, a.attends_first ? 0 : 1, a.T, 0, a.A), made.queries);
     } else if (a.T) {
-      copy(hidden, step(made.queries, 0, 0, H));
-      copy(steps(made.states, 0, a.T - 1, 0, H), steps(made.queries, 1, a.T - 1, 0, H));
+      copy(last().hidden, step(made.queries, 0, 0, H));
+      copy(steps(last().states, 0, a.T - 1, 0, H), steps(made.queries, 1, a.T - 1, 0, H));
     }
   }
 };
@@ -471,6 +554,18 @@ Tensor shifted(const Loop& loop, const Tensor& x, const Optional& first) {
   return out;
 }
 
+// What the cell's backward of a layer reads and writes.
+struct BackwardLayer {
+  Tensor hidden, states, cells, gates, grad_states, grad_hidden, grad_cell;
+  Optional cell, mask, grad_cells;
+  Tensor of_inputs;    // the gradients of the sums over inputs
+  Tensor products;     // those of the products with weight_hh, from a column on
+  int64_t first_gate;  // that column
+  Tensor carried;      // the gradient of the state from the step after it
+  Tensor reaching;     // that from its query, if it is the query itself, or from the layer above
+  Tensor weight_hh;    // of a layer below the last
+};
+
 // The buffers of a backward, and the phases of a step.
 template <class Launch>
 class BackwardLoop {
@@ -481,36 +576,38 @@ class BackwardLoop {
   const StateParameters of;
   const int64_t H, gates;
   const bool lstm;
-  const Tensor hidden, states, cells, saved_gates, attentional, queries, weights, weight_ih, grad_states;
-  const Optional cell, mask, grad_cells, grad_weights, of_context;
+  const Tensor attentional, queries, weights, weight_ih;
+  const Optional grad_weights, of_context, dropout_output, dropout_between;
   const Optional projected;  // if present, a step reads no gradient of a context
-  const Tensor of_inputs, state_products, carried, grad_query, of_fed, grad_score, coverages;
+  const Tensor state_products, grad_query, of_fed, grad_score, coverages;
   // The gradients of the contexts and attentional vectors, to which the loop adds, and those of the two
   // that is fed.
   Tensor grad_contexts, grad_attentional;
   const Tensor& grad_fed;
   std::optional<HistorySums> of_history;
+  std::vector<BackwardLayer> layers;
+  BackwardLayer& last() { return layers.back(); }
+  const BackwardLayer& last() const { return layers.back(); }
 
  public:
   BackwardLoop(const RecurrentBackwardArguments& given, const Launch& launch)
       : given(given), loop(given, launch), a(layer_of<RecurrentBackward>(given, loop)),
         grads(gradients_of(given, loop.fit, a, loop.keep)), of(given, a), H(a.H),
-        gates(gates_of(a.cell) * H), lstm(a.cell == Cell::lstm), hidden(packed(given.hidden)),
-        states(packed(given.states)), cells(packed(given.cells)), saved_gates(packed(given.gates)),
-        attentional(packed(given.attentional)),
-        queries(packed(given.queries.dim() == 3 ? given.queries : given.states)),
+        gates(gates_of(a.cell) * H), lstm(a.cell == Cell::lstm), attentional(packed(given.attentional)),
+        queries(given.queries.dim() == 3 ? packed(given.queries) : loop.own(given.states, a.layers - 1)),
         weights(packed(given.weights)), weight_ih(packed(given.weight_ih)),
-        grad_states(packed(given.grad_states)), cell(loop.side_by_side(given.cell)),
-        mask(loop.side_by_side(given.dropout)), grad_cells(loop.side_by_side(given.grad_cells)),
         grad_weights(loop.side_by_side(given.grad_weights)),
         of_context(context_columns(given.weight_output, a)),
+        dropout_output(loop.side_by_side(given.dropout_output)),
+        dropout_between(loop.side_by_side(given.dropout_between)),
         projected(given.grad_contexts ? Optional() : project_values(given, loop, a, of_context)),
-        of_inputs(loop.room({a.T, gates})), state_products(loop.room({a.T + 1, of.all})),
-        carried(mask ? loop.room({2 * H}) : grads.grad_hidden), grad_query(loop.room({1, H})),
+        state_products(loop.room({a.T + 1, of.all})), grad_query(loop.room({1, H})),
         of_fed(block(weight_ih, 0, gates, a.E, a.F)), grad_score(loop.room({a.T, a.Tk})),
         coverages(loop.room({given.coverage ? a.T : 0, a.Tk})),
         grad_fed(of_context ? grad_attentional : grad_contexts) {
-    for (const Tensor& x : {state_products, carried, grad_query, grads.grad_cell}) zero(x);
+    for (int64_t number = 0; number < a.layers; ++number) layers.push_back(layer(number));
+    for (const BackwardLayer& x : layers) zero(x.carried);
+    for (const Tensor& x : {state_products, grad_query, grads.grad_cell}) zero(x);
     grad_contexts = returned(given.grad_contexts, a.attends, a.Dv);
     grad_attentional = returned(given.grad_attentional, a.attentional.data, a.F);
     if (!a.attends) return;
@@ -528,6 +625,8 @@ class BackwardLoop {
   RecurrentGradients run() {
     if (!run_at_once()) run_steps();
     if (a.T) multiply_gradients(0);
+    for (int64_t number = 0; a.T && number + 1 < a.layers; ++number)
+      multiply_gradients_below(layers[number], 0);
     write_initial_grads();
     Optional of_output;  // gradients of the sums of attentional vectors
     if (of_context) {
@@ -537,13 +636,14 @@ class BackwardLoop {
         multiply(matrix(grad_contexts), matrix(*of_output), *of_context, false);
     }
     if (given.need_grad_input)
-      multiply(matrix(grads.grad_input), matrix(of_inputs), block(weight_ih, 0, gates, 0, a.E), false);
+      multiply(matrix(grads.grad_input), matrix(layers[0].of_inputs), block(weight_ih, 0, gates, 0, a.E),
+               false);
     if (given.need_grad_parameters) {
       multiply_inputs();
       multiply_states(of_output);
-      if (grads.grad_bias_ih.numel()) copy(sum_of_rows(of_inputs), grads.grad_bias_ih);
+      for (int64_t number = 0; number < a.layers; ++number) multiply_layer(number);
     }
-    const auto run_all = [&](const Backward& x) { cuda::run_backward(x, hidden); };
+    const auto run_all = [&](const Backward& x) { cuda::run_backward(x, last().hidden); };
     if (of_history)
       of_history->finish(given, loop.fit, a, grads, [&](Backward of_values) {
         of_values.grad_key = of_values.grad_score_vector = View{};
@@ -559,6 +659,22 @@ class BackwardLoop {
   }
 
  private:
+  BackwardLayer layer(int64_t number) const {
+    const auto own = [&](const auto& x) { return loop.own(x, number); };
+    BackwardLayer x = {own(given.hidden),    own(given.states),      own(given.cells),
+                       own(given.gates),     own(given.grad_states), own(grads.grad_hidden),
+                       own(grads.grad_cell), own(given.cell),        own(given.dropout),
+                       own(given.grad_cells)};
+    x.of_inputs = loop.room({a.T, gates});
+    x.carried = x.mask ? loop.room({2 * H}) : x.grad_hidden;
+    const bool is_last = number + 1 == a.layers;
+    x.products = is_last ? state_products : loop.room({a.T, gates});
+    x.first_gate = is_last ? of.gates : 0;
+    x.reaching = is_last ? grad_query : loop.room({1, H});
+    if (!is_last) x.weight_hh = own(given.weight_hh);
+    return x;
+  }
+
   // Compute the coverage before every step, and initialise the gradient of the history after the
   // last one.
   void begin_history() {
@@ -580,8 +696,13 @@ class BackwardLoop {
       if (of_context) feed_backward(t);
       if (asks_last) attend_backward(t, t + 1);
       if (asks_last || t + 1 < a.T) multiply_gradients(t + 1);
-      run_cell_backward(t);
-      const Tensor from = step(of_inputs, t, 0, gates);
+      run_cell_backward(last(), t, given.weight_query.has_value());
+      for (int64_t number = a.layers - 2; number >= 0; --number) {
+        reach_below(number, t);
+        if (t + 1 < a.T) multiply_gradients_below(layers[number], t + 1);
+        run_cell_backward(layers[number], t, false);
+      }
+      const Tensor from = step(layers[0].of_inputs, t, 0, gates);
       const int64_t to = a.attends_first ? t : t - 1;
       if (a.attends && to >= 0) multiply(step(grad_fed, to, 0, a.F), from, of_fed, true);
       else if (given.feed) multiply(grads.grad_feed, from, of_fed, false);
@@ -592,6 +713,7 @@ class BackwardLoop {
   // Run all steps in one launch if the kernel supports the layer; return true if so.
   bool run_at_once() {
     if (!runs_at_once(a) || (of_context && !projected)) return false;
+    const BackwardLayer& x = last();
     PersistentBackward call{persistent_layer(a, of, state_products)};
     call.attends = a.attention;
     call.attends.Tq = a.T;
@@ -609,19 +731,19 @@ class BackwardLoop {
     call.fed_weight = {floats(of_fed), of_fed.stride(0), int(gates)};
     call.state_weight = {floats(of.weight), of.weight.stride(0), int(of.all)};
     call.copies = of.copies;
-    call.grad_states = view(grad_states);
-    call.grad_cells_given = lstm && grad_cells ? view(*grad_cells) : View{};
-    call.saved_gates = saved_of(a.cell) ? view(saved_gates) : View{};
-    call.states = view(states);
-    call.cells = lstm ? view(cells) : View{};
-    call.of_inputs = view(of_inputs);
+    call.grad_states = view(x.grad_states);
+    call.grad_cells_given = lstm && x.grad_cells ? view(*x.grad_cells) : View{};
+    call.saved_gates = saved_of(a.cell) ? view(x.gates) : View{};
+    call.states = view(x.states);
+    call.cells = lstm ? view(x.cells) : View{};
+    call.of_inputs = view(x.of_inputs);
     call.grad_fed = view(grad_fed);
     call.attentional = of_context ? view(attentional) : View{};
-    call.hidden = matrix_rows(hidden);
-    call.first_cell = loop.at(cell);
-    call.mask = loop.at(mask);
-    call.carried = matrix_rows(carried);
-    call.grad_cell = lstm ? matrix_rows(grads.grad_cell) : Rows2{};
+    call.hidden = matrix_rows(x.hidden);
+    call.first_cell = loop.at(x.cell);
+    call.mask = loop.at(x.mask);
+    call.carried = matrix_rows(x.carried);
+    call.grad_cell = lstm ? matrix_rows(x.grad_cell) : Rows2{};
     call.grad_feed = given.feed ? matrix_rows(grads.grad_feed) : Rows2{};
     call.target_lengths = a.target_lengths;
     const int64_t outputs = std::max(of.copies * H, a.F);
@@ -646,7 +768,8 @@ class BackwardLoop {
   // Run the backward of the attentional vector of step t.
   void feed_backward(int64_t t) {
     const auto kernels = [](auto zero) { return attentional_backward<decltype(zero)>; };
-    loop.run(a.F, kernels, a.F, loop.at(attentional, t), loop.at(grad_attentional, t),
+    loop.run(a.F, kernels, a.F, loop.at(attentional, t),
+             dropout_output ? loop.at(*dropout_output, t) : Rows2{}, loop.at(grad_attentional, t),
              loop.at(state_products, t + 1, of.output));
     if (!projected)
       multiply(step(grad_contexts, t, 0, a.Dv), step(state_products, t + 1, of.output, a.F), *of_context,
@@ -662,33 +785,47 @@ class BackwardLoop {
       now.grad_context = loop.view_at(state_products, t + 1, of.output);
     }
     now.grad_query = given.weight_query ? loop.view_at(state_products, to) : loop.view_at(grad_query, 0);
-    if (of_history) cuda::run_backward(now, hidden);
-    else cuda::run_backward(static_cast<const Backward&>(now), hidden);
+    if (of_history) cuda::run_backward(now, last().hidden);
+    else cuda::run_backward(static_cast<const Backward&>(now), last().hidden);
   }
 
   // Map row t of `state_products` to the gradient of the state.
   void multiply_gradients(int64_t t) {
-    multiply(carried, step(state_products, t, 0, of.all), of.weight, true);
+    multiply(last().carried, step(state_products, t, 0, of.all), of.weight, true);
   }
 
-  void run_cell_backward(int64_t t) {
+  // The same for a layer below the last; with dropout, that of the state times the mask.
+  void multiply_gradients_below(const BackwardLayer& x, int64_t t) {
+    const Tensor out = x.mask ? block(x.carried, 0, a.B, H, H) : x.carried;
+    multiply(out, step(x.products, t, 0, gates), x.weight_hh, true);
+  }
+
+  // Compute the gradient of a layer's state at step t from the layer above.
+  void reach_below(int64_t number, int64_t t) {
+    const Tensor out = step(layers[number].reaching, 0, 0, H);
+    multiply(out, step(layers[number + 1].of_inputs, t, 0, gates),
+             of_layer(*given.weight_ih_upper, number, true), false);
+    if (dropout_between) loop.mask_step(out, of_layer(dropout_between, number, true), t);
+  }
+
+  // `projects`: whether the state's query is a projection.
+  void run_cell_backward(const BackwardLayer& x, int64_t t, bool projects) {
     const CellStepBackward call = {
         .B = a.B,
         .H = H,
         .t = t,
         .target_lengths = a.target_lengths,
-        .grad_state = loop.at(grad_states, t),
-        .grad_cell_given = grad_cells && lstm ? loop.at(*grad_cells, t) : Rows2{},
-        .gates = saved_of(a.cell) ? loop.at(saved_gates, t) : Rows2{},
-        .state = loop.at(states, t),
-        .before = loop.before(states, hidden, t),
-        .cell = lstm ? loop.at(cells, t) : Rows2{},
-        .cell_before = lstm ? loop.before(cells, cell, t) : Rows2{},
-        .reaching = {matrix_rows(carried), loop.at(mask),
-                     given.weight_query ? Rows2{} : loop.at(grad_query, 0)},
-        .grad_cell = lstm ? matrix_rows(grads.grad_cell) : Rows2{},
-        .of_input = loop.at(of_inputs, t),
-        .state_products = loop.at(state_products, t, of.gates)};
+        .grad_state = loop.at(x.grad_states, t),
+        .grad_cell_given = x.grad_cells && lstm ? loop.at(*x.grad_cells, t) : Rows2{},
+        .gates = saved_of(a.cell) ? loop.at(x.gates, t) : Rows2{},
+        .state = loop.at(x.states, t),
+        .before = loop.before(x.states, x.hidden, t),
+        .cell = lstm ? loop.at(x.cells, t) : Rows2{},
+        .cell_before = lstm ? loop.before(x.cells, x.cell, t) : Rows2{},
+        .reaching = {matrix_rows(x.carried), loop.at(x.mask), projects ? Rows2{} : loop.at(x.reaching, 0)},
+        .grad_cell = lstm ? matrix_rows(x.grad_cell) : Rows2{},
+        .of_input = loop.at(x.of_inputs, t),
+        .state_products = loop.at(x.products, t, x.first_gate)};
     by_cell(a.cell, [&](auto known) {
       const auto kernels = [](auto zero) {
         return cell_step_backward<decltype(zero), decltype(known)::cell>;
@@ -700,15 +837,18 @@ class BackwardLoop {
   void write_initial_grads() {
     if (given.feed && !a.T) zero(grads.grad_feed);
     const bool attends_first = a.attends && a.attends_first && !given.weight_query;
-    loop.run(
-        H, [](auto zero) { return reach_first<decltype(zero)>; }, H,
-        Reaching{matrix_rows(carried), loop.at(mask), attends_first ? loop.at(grad_query, 0) : Rows2{}},
-        matrix_rows(grads.grad_hidden));
+    for (const BackwardLayer& x : layers) {
+      const bool asks = attends_first && &x == &last();
+      const Reaching reaching = {matrix_rows(x.carried), loop.at(x.mask),
+                                 asks ? loop.at(grad_query, 0) : Rows2{}};
+      const auto kernels = [](auto zero) { return reach_first<decltype(zero)>; };
+      loop.run(H, kernels, H, reaching, matrix_rows(x.grad_hidden));
+    }
   }
 
   // Compute the gradient of weight_ih, which multiplies the inputs and the fed vectors.
   void multiply_inputs() {
-    const Tensor through = turned(matrix(of_inputs));
+    const Tensor through = turned(matrix(layers[0].of_inputs));
     Tensor input = packed(given.input);
     if (a.target_lengths) {
       input = torch::stable::clone(input);
@@ -726,10 +866,10 @@ class BackwardLoop {
   void multiply_states(const Optional& of_output) {
     const Tensor seen = loop.room({a.T + 1, of.copies * H});
     for (int64_t n = 0; n < of.copies; ++n) {
-      copy(hidden, step(seen, 0, n * H, H));
-      copy(states, steps(seen, 1, a.T, n * H, H));
+      copy(last().hidden, step(seen, 0, n * H, H));
+      copy(last().states, steps(seen, 1, a.T, n * H, H));
     }
-    if (mask) scale(steps(seen, 0, a.T + 1, H, H), strided(*mask, {a.B, 1, H}, {H, H, 1}, 0));
+    if (last().mask) scale_steps(steps(seen, 0, a.T + 1, H, H), *last().mask);
     const Tensor all = empty(loop.fit.device(), {of.all, of.copies * H}, loop.fit.dtype);
     multiply(all, turned(matrix(state_products)), matrix(seen), false);
     const Tensor sums = sum_of_rows(state_products);
@@ -737,12 +877,37 @@ class BackwardLoop {
       copy(block(all, first, weight.size(0), column, H), weight);
       if (bias.numel()) copy(strided(sums, {bias.size(0)}, {1}, first), bias);
     };
-    put(of.gates, of.masked(a), grads.grad_weight_hh, grads.grad_bias_hh);
+    const int64_t number = a.layers - 1;
+    put(of.gates, of.masked(a), loop.own(grads.grad_weight_hh, number),
+        loop.own(grads.grad_bias_hh, number));
     if (given.weight_query) put(0, 0, grads.grad_weight_query, grads.grad_bias_query);
     if (!of_output) return;
     put(of.output, 0, block(grads.grad_weight_output, 0, a.F, a.Dv, H), grads.grad_bias_output);
     multiply(block(grads.grad_weight_output, 0, a.F, 0, a.Dv), turned(matrix(*of_output)),
              matrix(packed(given.contexts)), false);
+  }
+
+  // Multiply the states of all steps by the mask of a layer.
+  void scale_steps(const Tensor& states, const Tensor& mask) const {
+    scale(states, strided(mask, {a.B, 1, H}, {H, H, 1}, 0));
+  }
+
+  // Compute the gradients of a layer's parameters that multiply no state of the last layer.
+  void multiply_layer(int64_t number) {
+    const BackwardLayer& x = layers[number];
+    if (grads.grad_bias_ih.numel()) copy(sum_of_rows(x.of_inputs), loop.own(grads.grad_bias_ih, number));
+    if (number + 1 == a.layers) return;
+    const Tensor before = shifted(loop, x.states, x.hidden);
+    if (x.mask) scale_steps(before, *x.mask);
+    multiply(loop.own(grads.grad_weight_hh, number), turned(matrix(x.products)), matrix(before), false);
+    if (grads.grad_bias_hh.numel()) copy(sum_of_rows(x.products), loop.own(grads.grad_bias_hh, number));
+    Tensor read = x.states;  // by the layer above
+    if (dropout_between) {
+      read = torch::stable::clone(read);
+      scale(read, of_layer(*dropout_between, number, true));
+    }
+    multiply(of_layer(grads.grad_weight_ih_upper, number, true),
+             turned(matrix(layers[number + 1].of_inputs)), matrix(read), false);
   }
 };
 
