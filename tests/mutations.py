@@ -2294,7 +2294,9 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         ],
         "__launch_bounds__": [
             ("grad_penalty + (a.sums ? *s.row(a.grad_penalty) : C(0));", "grad_penalty;"),
+            ("(int j, C x) { products[j] = x; });", "(int j, C x) { products[j] = 0 * x; });"),
         ],
+        "sum_values": [("j == s.from ? sum : sums[c] + sum;", "sum;")],
     },
     ("csrc/cuda/step.cuh", CUDA.format("recurrent")): {
         "__launch_bounds__": [

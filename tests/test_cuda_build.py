@@ -48,7 +48,7 @@ BUDGETS = {
         ("grad_rows", ", 1, true", 128, 200, 23),
         *(("grad_rows", f", {score}, false", 168, 216, 23) for score in range(2, len(SCORES))),
         *(("grad_rows", f", {score}, true", 128, 216, 23) for score in range(2, len(SCORES))),
-        ("scan", "", 168, 168, 1),
+        ("scan", "", 168, 168, 5),
         ("scan_backward", ", false", 168, 168, 5),
         ("scan_backward", ", true", 216, 240, 5),
         ("distribution", "", 80, 80, 1),

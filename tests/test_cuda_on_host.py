@@ -640,6 +640,10 @@ def test_a_recurrent_layer_over_many_keys(case, recurrent, blocks):
         ("input_feeding", {}, 4, 5),
         ("input_feeding", {"F": 21}, 5, 6),  # wider than two contexts
         ("input_feeding", {"Tk": 40}, 5, 6),  # more keys than four a step
+        ("attend_first", {"terms": (*EVERYTHING, "past", "fertility")}, 4, 5),
+        ("input_feeding", {"terms": (*EVERYTHING, "past", "transition")}, 5, 7),
+        ("attend_last", {"terms": (*EVERYTHING, *PAST)}, 4, 4),
+        ("attend_last", {"terms": (*EVERYTHING, "stack")}, 7, 7),
     ],
 )
 def test_launches_of_a_recurrent_step(
@@ -651,7 +655,8 @@ def test_launches_of_a_recurrent_step(
     """
     counts = []
     for T in (4, 9):
-        case = test_recurrent.Case("gru", recurrence, "tanh", T=T, terms=EVERYTHING, **sizes)
+        terms = {"terms": EVERYTHING, **sizes}
+        case = test_recurrent.Case("gru", recurrence, "tanh", T=T, **terms)
         args = test_recurrent.call(case)
         library.take_launches()
         made = test_recurrent.RECURRENT(recurrent, args)

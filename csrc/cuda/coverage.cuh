@@ -3,8 +3,9 @@
 //
 // A row's scores need the weights of the previous rows, so the blocks of a cluster, each with a
 // share of the keys, take a sequence and head and process its rows in order; work that needs no
-// history is done before and after, by all blocks. A key belongs to one thread, which alone adds to
-// its sums. Sums over keys are computed per block, and nothing is added atomically.
+// history is done before and after, by all blocks, but for a single row, as in a decoder's step, in
+// the same launch. A key belongs to one thread, which alone adds to its sums. Sums over keys are
+// computed per block, and nothing is added atomically.
 #pragma once
 #include "../coverage.h"
 #include "attention.cuh"
@@ -53,7 +54,8 @@ struct Scan {
   __device__ Scan(const Call& a, const View& scratch)
       : a(a), tile(locate(a, 1, 1)), n(keys_seen(a, tile.b)), from(blockIdx.y * share(a, gridDim.y)),
         to(min(from + share(a, gridDim.y), a.Tk)), seen(min(to, n)), K(a.filters_count), taps(a.taps),
-        window_size(a.channels * taps), score_vector(K ? at<T>(a.score_vector, tile, 0) : nullptr),
+        window_size(a.channels * taps),
+        score_vector(a.score == Score::dot ? nullptr : at<T>(a.score_vector, tile, 0)),
         filters(row(a.filters)), projection(row(a.projection)), inverse_fertility(row(a.inverse_fertility)),
         penalty(a.penalty.data ? *row(a.penalty) : C(0)), next(row(scratch)) {
     found = take(a.Tk * K);
@@ -94,7 +96,8 @@ struct Scan {
     }
   }
 
-  // Compute the scores of row t with the features in the tanh: warps take keys, lanes features.
+  // Compute the scores of row t, with the features in the tanh if there are any: warps take keys,
+  // lanes features.
   __device__ void score(int64_t t, C* out) const {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const T* q = at<T>(a.query, tile, t);
@@ -115,7 +118,13 @@ struct Scan {
 #pragma unroll
           for (int x = 0; x < kAtOnce; ++x) z[x] += features[x][i] * u;
         }
-        const C qc = widen(q[c]), w = widen(score_vector[c]);
+        const C qc = widen(q[c]);
+        if (a.score == Score::dot) {
+#pragma unroll
+          for (int x = 0; x < kAtOnce; ++x) s[x] += widen(k[x][c]) * qc;
+          continue;
+        }
+        const C w = widen(score_vector[c]);
 #pragma unroll
         for (int x = 0; x < kAtOnce; ++x) s[x] += w * activated(a.score, z[x] + widen(k[x][c]) + qc);
       }
@@ -318,6 +327,26 @@ struct BackwardScan : Scan<T, CoverageBackward> {
   }
 };
 
+// Compute the context of the only row from the weights of all blocks.
+template <class T, class C>
+__device__ void sum_values(const CoverageForward& a, const Scan<T, CoverageForward>& s, const C* weights) {
+  __shared__ C share[kStepKeys];
+  const auto of_keys = [&](int64_t first, int count, C* sums) {
+    int64_t j = s.from;
+    do {
+      __syncthreads();  // the shares before have been read
+      if (threadIdx.x < kStepKeys)
+        share[threadIdx.x] = j + threadIdx.x < s.seen ? weights[j + threadIdx.x] : 0;
+      __syncthreads();
+      const Rows<T> values = {at<T>(a.value, s.tile, j) + first, a.value.row, up_to(kStepKeys, s.seen - j)};
+      weighted_sums<kFewRows>(share, values, count, static_cast<const T*>(nullptr), Product(),
+                              [&](int c, C sum) { sums[c] = j == s.from ? sum : sums[c] + sum; });
+    } while ((j += kStepKeys) < s.seen);
+  };
+  add_up_blocks<C>(a.Dv, of_keys, Unweighted{},
+                   [&](int64_t c, C total) { narrow(total, at<T>(a.context, s.tile, 0)[c]); });
+}
+
 // Return the logarithm of the sigmoid of x.
 template <class C>
 __device__ C log_sigmoid(C x) {
@@ -341,6 +370,8 @@ __global__ void __launch_bounds__(kThreads, 3) scan(const CoverageForward a, con
     if (s.K) {
       s.find(last, {coverage, a.Tk});
       __syncthreads();
+    }
+    if (s.K || a.Tq == 1) {
       s.score(t, row);
       __syncthreads();
     }
@@ -380,17 +411,26 @@ __global__ void __launch_bounds__(kThreads, 3) scan(const CoverageForward a, con
   }
   loss = of_blocks<Add>(loss, turn);
   if (begin == 0) *s.row(a.loss) = loss;
+  if (a.Tq == 1) return sum_values<T>(a, s, s.row(a.weights));
   wait_for_blocks();  // others may still read
 }
 
-// Run the rows from the last to the first. grad_score holds grad_context . value and becomes the
-// scores' gradient; `past` is the gradient of the row's weights through the next row's history,
-// grad_coverage that of the coverage after the row, then before it.
+// Run the rows from the last to the first. grad_score holds grad_context . value, for a single row
+// computed here, and becomes the scores' gradient; `past` is the gradient of the row's weights
+// through the next row's history, grad_coverage that of the coverage after the row, then before it.
 template <class T, bool transition>
-__global__ void __launch_bounds__(kThreads, transition ? 2 : 3)
+__global__ void __launch_bounds__(kThreads, transition || sizeof(T) == 2 ? 2 : 3)
     scan_backward(const CoverageBackward a, const View scratch) {
   using C = typename Accumulate<T>::type;
   const BackwardScan<T> s(a, scratch);
+  if (a.Tq == 1) {
+    const Rows<T> values = {at<T>(a.value, s.tile, s.from), a.value.row,
+                            up_to(int(s.to - s.from), s.seen - s.from)};
+    C* const products = s.row(a.grad_score) + s.from;
+    score_keys<Score::dot, C>(at<T>(a.grad_context, s.tile, 0), static_cast<const T*>(nullptr), values,
+                              a.Dv, [&](int j, C x) { products[j] = x; });
+    __syncthreads();
+  }
   const int64_t begin = s.from + threadIdx.x;  // first key of this thread
   int turn = 0;
   const C grad_loss = a.grad_loss.data ? *s.row(a.grad_loss) : C(0);
@@ -469,9 +509,9 @@ void launch_forward(const CoverageForward& a, const Launch& launch) {
     using T = decltype(zero);
     const auto scores =
         by_score(a.score, [](auto known) { return products<T, decltype(known)::score, false>; });
-    if (!a.filters_count) launch_products(rows, factored<T>(rows, launch), launch, scores);
+    if (!a.filters_count && a.Tq != 1) launch_products(rows, factored<T>(rows, launch), launch, scores);
     launch_scan<T, Scan<T, CoverageForward>>(a, scan<T>, launch);
-    launch_sum<T>(a, context, launch, grad_rows<T, Score::dot, false>);
+    if (a.Tq != 1) launch_sum<T>(a, context, launch, grad_rows<T, Score::dot, false>);
   });
 }
 
@@ -480,7 +520,7 @@ void launch_backward(const CoverageBackward& a, const Launch& launch) {
   const Backward& rows = a;
   by_dtype(a.dtype, [&](auto zero) {
     using T = decltype(zero);
-    launch_products(rows, Factored{}, launch, products<T, Score::dot, true>);
+    if (a.Tq != 1) launch_products(rows, Factored{}, launch, products<T, Score::dot, true>);
     const auto scan = a.transition_prob.data ? scan_backward<T, true> : scan_backward<T, false>;
     launch_scan<T, BackwardScan<T>>(a, scan, launch);
     if (a.filters_count) launch_grad_value<T>(rows, {}, launch);

@@ -229,10 +229,11 @@ inline void multiply_add_on_host(float (&d)[4], const float (&a)[4], const float
 inline int __ffs(int x) { return __builtin_ffs(x); }
 inline int __clz(int x) { return x ? __builtin_clz(x) : 32; }
 
-// The stacks of threads that have ended: new ones would have to be cleared by the system.
+// The stacks of threads that have ended: new ones would have to be cleared by the system. Never
+// destroyed, or they would be leaks.
 constexpr size_t kStack = 1 << 18;
 inline std::mutex stacks_in_turn;
-inline std::vector<char*> stacks;
+inline auto& stacks = *new std::vector<char*>;
 inline char* take_stack() {
   const std::lock_guard lock(stacks_in_turn);
   if (stacks.empty()) return static_cast<char*>(malloc(kStack));
