@@ -94,25 +94,30 @@ def copying(leaves, backend):
     )
 
 
-def recurrent(leaves, backend, reads_contexts=True):
-    x, hidden, weight_ih, weight_hh, bias, key, value, weight, weight_query, output = leaves
+def recurrent(leaves, backend, reads_contexts=True, has_history=False):
+    x, hidden, weight_ih, weight_hh, bias, key, value, weight, weight_query, output, *upper = leaves
     lengths = torch.arange(B, device="cuda") * 3  # of keys and of targets
+    more = {"weight_ih_upper": upper[0]} if upper else {}
+    if has_history:
+        zeros = x.new_zeros(key.shape[:2])
+        more |= {"coverage": zeros, "previous": zeros, "penalty": x.new_ones(1)}
     call = RecurrentInputs(
         x, hidden, weight_ih, weight_hh, bias_ih=bias, key=key, value=value, score_vector=weight,
         weight_query=weight_query, weight_output=output, lengths=lengths, target_lengths=lengths,
-        dropout=torch.ones_like(hidden), attends_first=False, score="tanh",
+        dropout=torch.ones_like(hidden), attends_first=False, score="tanh", **more,
     )  # fmt: skip
     made = RECURRENT.differentiable(backend, call)
     return made.states, made.contexts if reads_contexts else None, made.attentional
 
 
-def recurrent_leaves(keys=Tk):
+def recurrent_leaves(keys=Tk, layers=()):
     x, _, value = memory(keys=keys)
-    shapes = (B, 9), (27, A + 6), (27, 9), (27,), (B, keys, A), (A,), (A, 9), (6, Dv + 9)
-    hidden, weight_ih, weight_hh, bias, key, weight, weight_query, output = (
-        (0.3 * leaf(*shape)).detach().requires_grad_() for shape in shapes
-    )
-    return [x, hidden, weight_ih, weight_hh, bias, key, value, weight, weight_query, output]
+    shapes = [
+        (*layers, B, 9), (27, A + 6), (*layers, 27, 9), (*layers, 27), (B, keys, A), (A,), (A, 9),
+        (6, Dv + 9), *((n - 1, 27, 9) for n in layers),
+    ]  # fmt: skip
+    made = [(0.3 * leaf(*shape)).detach().requires_grad_() for shape in shapes]
+    return [x, *made[:5], value, *made[5:]]
 
 
 CALLS = {
@@ -137,6 +142,8 @@ CALLS = {
     "recurrent, values projected": (
         "recurrent", partial(recurrent, reads_contexts=False), lambda: recurrent_leaves(keys=20),
     ),
+    "recurrent, penalty": ("recurrent", partial(recurrent, has_history=True), recurrent_leaves),
+    "recurrent, two layers": ("recurrent", recurrent, lambda: recurrent_leaves(layers=(2,))),
 }  # fmt: skip
 
 
