@@ -49,8 +49,8 @@ BUDGETS = {
         *(("grad_rows", f", {score}, false", 168, 216, 23) for score in range(2, len(SCORES))),
         *(("grad_rows", f", {score}, true", 128, 216, 23) for score in range(2, len(SCORES))),
         ("scan", "", 168, 168, 5),
-        ("scan_backward", ", false", 168, 168, 5),
-        ("scan_backward", ", true", 216, 240, 5),
+        ("scan_backward", ", false", 168, 216, 5),
+        ("scan_backward", ", true", 168, 240, 5),
         ("distribution", "", 80, 80, 1),
         ("distribution_gradient", "", 80, 80, 1),
     )
@@ -193,7 +193,7 @@ ROUNDS = {
     "step_backward<float, 2>": {40: 1, 32: 4},
     "combine<float>": {32: 1},
     "scan<float>": {20: 1},
-    "scan_backward<float, false>": {16: 12, 32: 8},
+    "scan_backward<float, false>": {8: 5, 16: 12, 32: 8, 72: 17},
 }
 
 

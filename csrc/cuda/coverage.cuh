@@ -33,8 +33,8 @@ struct Signal {
   int64_t size;
   bool logarithms = false;
   __device__ C operator[](int64_t j) const {
-    if (!x || j < 0 || j >= size) return C(0);
-    return logarithms ? exp(x[j]) : x[j];
+    const C value = x && j >= 0 && j < size ? x[j] : logarithms ? C(-INFINITY) : C(0);
+    return logarithms ? exp(value) : value;
   }
 };
 
@@ -196,19 +196,34 @@ struct BackwardScan : Scan<T, CoverageBackward> {
     const auto of_feature = [&](int64_t c) {
       const C qc = widen(q[c]), w = widen(score_vector[c]), *u = projection + c * K;
       C grad_q = 0, grad_w = 0;
-      for (int64_t j = from; j < seen; ++j) {
-        C slope = 0;
-        if (g[j] != 0) {
-          C z = 0;
-          for (int64_t i = 0; i < K; ++i) z += found[j * K + i] * u[i];
-          const C x = activated(a.score, z + widen(at<T>(a.key, tile, j)[c]) + qc);
-          const C scaled = C(a.scale) * g[j];
-          slope = times_slope(a.score, scaled * w, x);
-          grad_w += scaled * x;
-          grad_q += slope;
-          if (a.grad_key.data) grad_keys[j * a.A + c] += slope;
+      for (int64_t first = from; first < seen; first += kAtOnce) {
+        C grad[kAtOnce], key[kAtOnce], before[kAtOnce], z[kAtOnce] = {};
+        const C* features[kAtOnce];
+#pragma unroll
+        for (int y = 0; y < kAtOnce; ++y) {
+          const int64_t j = min(first + y, seen - 1);
+          grad[y] = first + y < seen ? g[j] : C(0);
+          key[y] = widen(at<T>(a.key, tile, j)[c]);
+          before[y] = a.grad_key.data ? grad_keys[j * a.A + c] : C(0);
+          features[y] = found + j * K;
         }
-        slopes[j * a.A + c] = slope;
+        for (int64_t i = 0; i < K; ++i)
+#pragma unroll
+          for (int y = 0; y < kAtOnce; ++y) z[y] += features[y][i] * u[i];
+#pragma unroll
+        for (int y = 0; y < kAtOnce; ++y) {
+          if (first + y >= seen) break;
+          const int64_t j = first + y;
+          C slope = 0;
+          if (grad[y] != 0) {
+            const C x = activated(a.score, z[y] + key[y] + qc), scaled = C(a.scale) * grad[y];
+            slope = times_slope(a.score, scaled * w, x);
+            grad_w += scaled * x;
+            grad_q += slope;
+            if (a.grad_key.data) grad_keys[j * a.A + c] = before[y] + slope;
+          }
+          slopes[j * a.A + c] = slope;
+        }
       }
       parts[c] += grad_w;
       for (int64_t i = 0; a.grad_projection.data && i < K; ++i) {
@@ -234,8 +249,11 @@ struct BackwardScan : Scan<T, CoverageBackward> {
       const int64_t i = index / window_size, x = index % window_size / taps, c = index % window_size % taps;
       const Signal<C> signal = x ? coverage : last;
       C sum = 0;
-      for (int64_t j = from; j < seen; ++j)
-        if (g[j] != 0) sum += grad_found[j * K + i] * signal[j + c - taps / 2];
+#pragma unroll 4
+      for (int64_t j = from; j < seen; ++j) {
+        const C found = grad_found[j * K + i], more = found * signal[j + c - taps / 2];
+        sum += found == 0 ? C(0) : more;
+      }
       grad_filters[index] += sum;
     }
     for (int64_t p = from + threadIdx.x; p < to; p += kThreads)
@@ -419,7 +437,7 @@ __global__ void __launch_bounds__(kThreads, 3) scan(const CoverageForward a, con
 // computed here, and becomes the scores' gradient; `past` is the gradient of the row's weights
 // through the next row's history, grad_coverage that of the coverage after the row, then before it.
 template <class T, bool transition>
-__global__ void __launch_bounds__(kThreads, transition || sizeof(T) == 2 ? 2 : 3)
+__global__ void __launch_bounds__(kThreads, transition || sizeof(T) != 4 ? 2 : 3)
     scan_backward(const CoverageBackward a, const View scratch) {
   using C = typename Accumulate<T>::type;
   const BackwardScan<T> s(a, scratch);
