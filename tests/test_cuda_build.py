@@ -49,8 +49,8 @@ BUDGETS = {
         *(("grad_rows", f", {score}, false", 168, 216, 23) for score in range(2, len(SCORES))),
         *(("grad_rows", f", {score}, true", 128, 216, 23) for score in range(2, len(SCORES))),
         ("scan", "", 168, 168, 5),
-        ("scan_backward", ", false", 168, 216, 5),
-        ("scan_backward", ", true", 168, 240, 5),
+        ("scan_backward", ", false", 168, 255, 5),
+        ("scan_backward", ", true", 168, 255, 5),
         ("distribution", "", 80, 80, 1),
         ("distribution_gradient", "", 80, 80, 1),
     )

@@ -437,7 +437,7 @@ __global__ void __launch_bounds__(kThreads, 3) scan(const CoverageForward a, con
 // computed here, and becomes the scores' gradient; `past` is the gradient of the row's weights
 // through the next row's history, grad_coverage that of the coverage after the row, then before it.
 template <class T, bool transition>
-__global__ void __launch_bounds__(kThreads, transition || sizeof(T) != 4 ? 2 : 3)
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : 3)
     scan_backward(const CoverageBackward a, const View scratch) {
   using C = typename Accumulate<T>::type;
   const BackwardScan<T> s(a, scratch);
