@@ -36,7 +36,8 @@ struct CoverageBackward : Backward, History {
   // with a transition, the gradient of their logarithms
   View grad_last;
   // Accumulate into grad_key, grad_score_vector, grad_filters, grad_projection, grad_penalty and
-  // grad_inverse_fertility, separately for each [B, H] and in the accumulation dtype.
+  // grad_inverse_fertility, separately for each [B, H] and in the accumulation dtype. The caller has
+  // zeroed them before the first step.
   bool sums;
   // CPU: a buffer [B, H] for the sums of grad_score_vector, grad_filters and grad_projection until
   // `finish`, zeroed before the first step; or absent

@@ -455,7 +455,7 @@ RecurrentGradients gradients_of(const RecurrentBackwardArguments& given, const L
 }
 
 // The sums to which a history's backward adds at every step: gradients of parameters, in parts for
-// each sequence, and, if the filters read the keys, of the keys.
+// each sequence, and, with filters, of the keys.
 struct HistorySums {
   const GradientParts parts;
 

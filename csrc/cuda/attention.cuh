@@ -386,8 +386,8 @@ __device__ void stage(const C (&y)[2][kPart], const C (&g)[kPart], bool quick, S
   }
 }
 
-// Write the sums of a cluster, each feature times its factor, and the rows' contribution to the
-// weight's gradient. Its blocks divide the rows among them.
+// Write the sums, each feature times its factor, and the rows' contribution to the weight's gradient.
+// The blocks of a cluster have divided the columns; now they divide the rows and add up their totals.
 template <class T, Score S, bool weighs, class C>
 __device__ void finish_sums(const Problem& a, const Sum& sum, const Tile& tile, int rows, int64_t slice,
                             StagedSum<C>& staged) {

@@ -2,9 +2,9 @@
 // formulas are those of cpu/coverage_kernel.cpp.
 //
 // A row's scores need the weights of the previous rows, so the blocks of a cluster, each with a
-// share of the keys, take a sequence and head and process its rows in order; work that needs no
-// history is done before and after, by all blocks, but for a single row, as in a decoder's step, in
-// the same launch. A key belongs to one thread, which alone adds to its sums. Sums over keys are
+// share of the keys, take a sequence and head and process its rows in order. Work that needs no
+// history is done before and after, by all blocks. The only row of a decoder's step is computed in
+// one launch. A key belongs to one thread, which alone adds to its sums. Sums over keys are
 // computed per block, and nothing is added atomically.
 #pragma once
 #include "../coverage.h"
@@ -372,7 +372,8 @@ __device__ C log_sigmoid(C x) {
 }
 
 template <class T>
-__global__ void __launch_bounds__(kThreads, 3) scan(const CoverageForward a, const View scratch) {
+__global__ void __launch_bounds__(kThreads, 3)
+    scan(const CoverageForward a, const View scratch, bool alone) {
   using C = typename Accumulate<T>::type;
   const Scan<T, CoverageForward> s(a, scratch);
   const int64_t begin = s.from + threadIdx.x;  // first key of this thread
@@ -389,7 +390,7 @@ __global__ void __launch_bounds__(kThreads, 3) scan(const CoverageForward a, con
       s.find(last, {coverage, a.Tk});
       __syncthreads();
     }
-    if (s.K || a.Tq == 1) {
+    if (s.K || alone) {
       s.score(t, row);
       __syncthreads();
     }
@@ -429,19 +430,19 @@ __global__ void __launch_bounds__(kThreads, 3) scan(const CoverageForward a, con
   }
   loss = of_blocks<Add>(loss, turn);
   if (begin == 0) *s.row(a.loss) = loss;
-  if (a.Tq == 1) return sum_values<T>(a, s, s.row(a.weights));
+  if (alone) return sum_values<T>(a, s, s.row(a.weights));
   wait_for_blocks();  // others may still read
 }
 
-// Run the rows from the last to the first. grad_score holds grad_context . value, for a single row
-// computed here, and becomes the scores' gradient; `past` is the gradient of the row's weights
+// Run the rows from the last to the first. grad_score holds grad_context . value, computed here for a
+// row `alone`, and becomes the scores' gradient; `past` is the gradient of the row's weights
 // through the next row's history, grad_coverage that of the coverage after the row, then before it.
 template <class T, bool transition>
 __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : 3)
-    scan_backward(const CoverageBackward a, const View scratch) {
+    scan_backward(const CoverageBackward a, const View scratch, bool alone) {
   using C = typename Accumulate<T>::type;
   const BackwardScan<T> s(a, scratch);
-  if (a.Tq == 1) {
+  if (alone) {
     const Rows<T> values = {at<T>(a.value, s.tile, s.from), a.value.row,
                             up_to(int(s.to - s.from), s.seen - s.from)};
     C* const products = s.row(a.grad_score) + s.from;
@@ -508,15 +509,22 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : 3)
 
 // ---- launches: see attention.cuh ----------------------------------------------------------------
 
+// Return true if a scan kernel computes everything of a single row: if a cluster can share its keys as
+// the blocks of a step do.
+template <class Call, class Launch>
+bool scans_alone(const Call& a, void (*kernel)(Call, View, bool), const Launch& launch) {
+  return a.Tq == 1 && tiles(a.Tk, kStepKeys) <= launch.most_together(kernel);
+}
+
 // `Keeps` is the class of a scan kernel's inputs and buffers.
 template <class T, class Keeps, class Call, class Launch>
-void launch_scan(const Call& a, void (*kernel)(Call, View), const Launch& launch) {
+void launch_scan(const Call& a, void (*kernel)(Call, View, bool), bool alone, const Launch& launch) {
   using C = typename Accumulate<T>::type;
   int64_t blocks = tiles(a.Tk, kStepKeys);
   blocks = blocks <= 1 ? 1 : min(blocks, int64_t{launch.most_together(kernel)});
   const int64_t size = Keeps::numbers(a, blocks);
   const View scratch = {launch.template scratch<C>(a.B * a.H * size), a.H * size, size};
-  launch.together(kernel, a.B * a.H, blocks, a, scratch);
+  launch.together(kernel, a.B * a.H, blocks, a, scratch, alone);
 }
 
 template <class Launch>
@@ -527,9 +535,10 @@ void launch_forward(const CoverageForward& a, const Launch& launch) {
     using T = decltype(zero);
     const auto scores =
         by_score(a.score, [](auto known) { return products<T, decltype(known)::score, false>; });
-    if (!a.filters_count && a.Tq != 1) launch_products(rows, factored<T>(rows, launch), launch, scores);
-    launch_scan<T, Scan<T, CoverageForward>>(a, scan<T>, launch);
-    if (a.Tq != 1) launch_sum<T>(a, context, launch, grad_rows<T, Score::dot, false>);
+    const bool alone = scans_alone(a, scan<T>, launch);
+    if (!a.filters_count && !alone) launch_products(rows, factored<T>(rows, launch), launch, scores);
+    launch_scan<T, Scan<T, CoverageForward>>(a, scan<T>, alone, launch);
+    if (!alone) launch_sum<T>(a, context, launch, grad_rows<T, Score::dot, false>);
   });
 }
 
@@ -538,9 +547,10 @@ void launch_backward(const CoverageBackward& a, const Launch& launch) {
   const Backward& rows = a;
   by_dtype(a.dtype, [&](auto zero) {
     using T = decltype(zero);
-    if (a.Tq != 1) launch_products(rows, Factored{}, launch, products<T, Score::dot, true>);
     const auto scan = a.transition_prob.data ? scan_backward<T, true> : scan_backward<T, false>;
-    launch_scan<T, BackwardScan<T>>(a, scan, launch);
+    const bool alone = scans_alone(a, scan, launch);
+    if (!alone) launch_products(rows, Factored{}, launch, products<T, Score::dot, true>);
+    launch_scan<T, BackwardScan<T>>(a, scan, alone, launch);
     if (a.filters_count) launch_grad_value<T>(rows, {}, launch);
     else launch_grad_inputs<T>(rows, launch);
   });

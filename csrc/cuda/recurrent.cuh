@@ -183,7 +183,8 @@ __global__ void __launch_bounds__(kThreads) feed(const Feed a) {
         tanh(staged.score(row, lane) + *at<C>(a.state_products, b + row, i + lane));
 }
 
-// Compute the gradient of its sum from its gradient. The vector may have been multiplied by a mask.
+// Compute the gradient of the tanh's argument from that of the attentional vector, which may have been
+// multiplied by a mask.
 template <class C>
 __global__ void __launch_bounds__(kThreads)
     attentional_backward(int64_t features, Rows2 attentional, Rows2 mask, Rows2 grad, Rows2 out) {

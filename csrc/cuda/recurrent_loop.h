@@ -580,8 +580,8 @@ class BackwardLoop {
   const Optional grad_weights, of_context, dropout_output, dropout_between;
   const Optional projected;  // if present, a step reads no gradient of a context
   const Tensor state_products, grad_query, of_fed, grad_score, coverages;
-  // The gradients of the contexts and attentional vectors, to which the loop adds, and those of the two
-  // that is fed.
+  // The gradients of the contexts and attentional vectors, to which the loop adds, and which of the two
+  // is that of the fed vectors.
   Tensor grad_contexts, grad_attentional;
   const Tensor& grad_fed;
   std::optional<HistorySums> of_history;

@@ -104,10 +104,13 @@ void run_coverage(const Forward& forward, const Backward& backward, const Sizes&
   for (View* x : {&b.grad_loss, &b.grad_penalty}) *x = make.tensor(1, 1);
   b.grad_score_vector = make.tensor(additive ? 1 : grad_score_vector_parts(b), b.A);
   launch_backward(b, launch);
-  if (!additive) return;
-  b.sums = true;  // a step of many
-  b.Tq = 1;
+  f.Tq = b.Tq = 1;  // a step of many, in place
+  f.coverage_in = f.coverage_out;
+  launch_forward(f, launch);
+  b.sums = true;
   b.grad_value = {};
+  b.grad_last = b.grad_previous;
+  b.grad_coverage_out = b.grad_coverage_in;
   launch_backward(b, launch);
 }
 
