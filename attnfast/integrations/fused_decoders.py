@@ -15,6 +15,7 @@ from attnfast.nn._linear import is_plain
 from attnfast.nn.attention import LuongAttention
 from attnfast.nn.wrappers import GatedAttention
 from attnfast.ops.backends import try_select_backend
+from attnfast.ops.operators import accumulation_dtype
 from attnfast.ops.recurrent import RECURRENT
 
 __all__ = [
@@ -61,6 +62,7 @@ def fusion_skip_reason(
     *parts: Any,
     feed: Sequence[Any] = (),
     drops: bool = False,
+    drops_within: bool | None = None,
     has_history: bool = False,
 ) -> str | None:
     """Return why no operator can replace a decoder's loop over ``steps`` steps, or None.
@@ -74,6 +76,8 @@ def fusion_skip_reason(
             inactive unless the operator applies them.
         feed: the vector fed to the first step, ``[1, B, F]``, if any.
         drops: whether the operator must apply dropout.
+        drops_within: whether it must do so elsewhere than between layers and after the output
+            layer, by default the same.
         has_history: whether the attention has a history.
     """
     like, inputs = layer.weight_ih, [source, *states, *feed]
@@ -99,10 +103,13 @@ def fusion_skip_reason(
         return "its parameters and inputs differ in dtype or device"
     if (
         has_history
-        and try_select_backend(None, like.device, like.dtype, RECURRENT.name, True) is None
+        and try_select_backend(
+            None, like.device, accumulation_dtype(like.dtype), RECURRENT.name, True
+        )
+        is None
     ):
         return "no backend runs a whole target of attention with a history"
-    feature = layer_feature(layer, drops)
+    feature = layer_feature(layer, drops if drops_within is None else drops_within)
     return select_layer_backend(None, None, like, feature=feature)[1] or None
 
 
