@@ -33,6 +33,8 @@ def pack_parameters(
     ``before`` is returned if its parameters are unchanged; else, the result is new. ``feed_size``
     is the number of columns of ``weight_ih`` that read fed features.
     """
+    if not BACKENDS[backend].packs:
+        return None
     parameters = [getattr(call, name, None) for name in PACKED]
     given = [x for x in parameters if x is not None]
     if any(x.is_inference() for x in given):
