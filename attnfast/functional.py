@@ -518,7 +518,8 @@ def run_coverage(
     call = coverage_call(call, temperature, coverage_weight, channels, log_previous)
     query = call.query
     properties = (backend, query.device, query.dtype, COVERAGE.name)
-    backend = select_backend(*properties, filters=filters_of(call), score=call.score)
+    step = True if query.shape[-2] == 1 else False  # noqa: SIM210 (as above)
+    backend = select_backend(*properties, step, filters_of(call), call.score)
     return coverage_output(dispatch.run(COVERAGE, call, backend), call, need_weights)
 
 

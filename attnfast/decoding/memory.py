@@ -573,7 +573,7 @@ def attend_with_history(
         checked = coverage_call(call, temperature, coverage_weight, channels, log_previous)
         properties = (memory.backend, query.device, query.dtype, COVERAGE.name)
         number, score = filters_of(checked), checked.score
-        if select_backend(*properties, filters=number, score=score) == shared.backend:
+        if select_backend(*properties, True, number, score) == shared.backend:
             parameters = (coverage_weight, filters, channels, projection)
             return _attend_once_with_history(checked, shared, parameters, need_weights)
     try:

@@ -50,7 +50,7 @@ def select_layer_backend(
 ) -> tuple[str | None, str]:  # fmt: skip
     """Return the backend whose operator runs a whole layer; without one, None and the reason.
 
-    ``autocasts``: whether the caller casts the arguments, as autocast would.
+    ``autocasts``: whether the caller casts the arguments, so that autocast is no obstacle.
     """
     if is_autocast_on() and not autocasts:
         return None, "autocast is on"
@@ -104,12 +104,12 @@ FUSED_ATTENTIONS = (
 LARGE = 1 << 20
 
 
-#: The masks of single steps that every backend takes.
+#: The masks that differ from step to step and that every backend takes.
 DROPPED_EVERYWHERE = {"dropout_between", "dropout_output"}
 
 
 def layer_feature(layer: Layer, drops_at_steps: bool = False, is_gated: bool = False) -> str:
-    """Return the first feature of a layer that not every backend has, or "".
+    """Return the first feature of a layer that not every backend has, or that not every layer has.
 
     ``drops_at_steps``: whether it has dropout with other masks at every step; ``is_gated``: whether
     it has a gate on its context.
@@ -118,7 +118,9 @@ def layer_feature(layer: Layer, drops_at_steps: bool = False, is_gated: bool = F
         return "dropout that changes from step to step"
     if is_gated:
         return "a gate on its context"
-    return "" if layer.output_tanh else "an output without tanh"
+    if not layer.output_tanh:
+        return "an output without tanh"
+    return "" if layer.weight_ih_upper is None else "several layers"
 
 
 def split_gate(attention: Any) -> tuple[Any, nn.Linear | None]:
@@ -131,7 +133,7 @@ def split_gate(attention: Any) -> tuple[Any, nn.Linear | None]:
 
 
 def runs_under_autocast(x: Tensor) -> bool:
-    """Return whether the operator can run a layer under autocast, on a CPU that to bfloat16."""
+    """Return whether the operator can run a layer under autocast; on a CPU only to bfloat16."""
     device = x.device.type
     if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
         return False
@@ -180,12 +182,11 @@ def run_layer(
     inner, gate = split_gate(attention)
     autocasts = runs_under_autocast(input) and not single
     drops = given.keys() - {"dropout"}
-    feature = layer_feature(layer, bool(drops - DROPPED_EVERYWHERE), gate is not None)
-    alone = layer_feature(layer, bool(drops), gate is not None)
-    if layer.weight_ih_upper is not None:
-        alone = "several layers"
-    if plain and single and alone:
-        reason = f"a single step of a layer with {alone} runs in a loop"
+    feature = layer_feature(
+        layer, bool(drops if single else drops - DROPPED_EVERYWHERE), gate is not None
+    )
+    if plain and single and feature:
+        reason = f"a single step of a layer with {feature} runs in a loop"
     elif plain and single and torch.is_grad_enabled() and _is_large(layer, memory):
         reason = "a single step of a large layer with gradients runs in a loop"
     elif plain:

@@ -128,7 +128,7 @@ class Backend:
 
     name: str
     packs = False  # whether :meth:`pack` is implemented
-    takes_bfloat16_weights = False  # whether a recurrent layer's may be, beside float32 inputs
+    takes_bfloat16_weights = False  # of recurrent layers with float32 inputs
 
     def unsupported_reason(self, request: DispatchKey) -> str | None:
         """Return why this cannot run a call, in words that follow "because", or None."""
@@ -213,7 +213,7 @@ class Cuda(Backend):
         return not_built_for(torch.cuda.get_device_capability(request.device), architectures())
 
     def unsupported_reason(self, request: DispatchKey) -> str | None:
-        if request.layer_feature:
+        if request.layer_feature not in ("", "several layers"):
             return f"it runs no recurrent layer with {request.layer_feature}"
         return super().unsupported_reason(request)
 

@@ -214,7 +214,7 @@ class _SearchState:
     def attend_with_history(self, call: CoverageInputs) -> Any:
         """Return the results of ``coverage_attention``."""
         filters = 0 if call.filters is None else call.filters.shape[-3]
-        request = self.device, call.query.dtype, COVERAGE.name
+        request = self.device, call.query.dtype, COVERAGE.name, True
         backend = select_backend(None, *request, filters=filters, score=call.score)
         return dispatch.run(COVERAGE, call, backend)
 

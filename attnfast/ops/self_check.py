@@ -86,7 +86,7 @@ def _coverage(request: DispatchKey) -> CoverageInputs:
     x, (B, Tk, A, Dv), K = _Numbers(), (2, 37, 24, 20), request.filters
     dot = request.score == "dot"
     return CoverageInputs(
-        x(B, 4, A), x(B, Tk, A), x(B, Tk, Dv),
+        x(B, 1 if request.step else 4, A), x(B, Tk, A), x(B, Tk, Dv),
         score_vector=None if dot else x(A), lengths=torch.tensor([Tk, 20]),
         filters=x(K, 1, 5) if K else None, projection=x(A, K, scale=K**-0.5) if K else None,
         penalty=x(1).abs(), coverage=x.weights(B, Tk), previous=x.weights(B, Tk),
@@ -112,6 +112,11 @@ def _recurrent(request: DispatchKey) -> RecurrentInputs:
         score_vector=x(A), weight_query=x(A, H, scale=0.2), lengths=torch.tensor([Tk, 7, 1]),
         score="tanh",
     )  # fmt: skip
+    if request.layer_feature:
+        call = call._replace(
+            hidden=x(2, B, H), weight_hh=x(2, 3 * H, H, scale=0.2), bias_ih=x(2, 3 * H),
+            bias_hh=x(2, 3 * H), weight_ih_upper=x(1, 3 * H, H, scale=0.2),
+        )  # fmt: skip
     if request.history:
         zeros = torch.zeros(B, Tk, dtype=torch.float64)
         call = call._replace(
@@ -367,6 +372,7 @@ def name_of(backend: str, request: DispatchKey) -> str:
     if request.operator in ("attention", "coverage_attention", "scores"):
         words.append(request.score)
     words += ["a step"] * request.step + ["a history"] * request.history
+    words += [request.layer_feature] * bool(request.layer_feature)
     words += [f"{request.filters} filters"] * bool(request.filters)
     return ", ".join(words)
 
@@ -404,7 +410,9 @@ def reason_against(backend: str, request: DispatchKey) -> str | None:
     on_gpu = request.device.type == "cuda" and torch.cuda.is_available()
     if mode == "0" or not (on_gpu or mode == "all"):
         return None
-    if backend == "reference" or request.operator not in OPERATORS or request.layer_feature:
+    if backend == "reference" or request.operator not in OPERATORS:
+        return None
+    if request.layer_feature not in ("", "several layers"):
         return None
     if on_gpu and torch.cuda.is_current_stream_capturing():
         backends.self_check_postponed = True  # nothing may wait for the device
@@ -432,12 +440,13 @@ def comparisons(device: torch.device, complete: bool) -> Iterator[tuple[str, Dis
         if operator in ("attention", "coverage_attention", "scores"):
             scores = SCORES if complete else ("dot", "tanh")
             forms = [plain._replace(score=x) for x in scores if (operator, x) != ("scores", "dot")]
-        if operator == "attention":
-            forms += [x._replace(step=True) for x in forms]
         if operator == "coverage_attention":
             forms += [x._replace(filters=8) for x in forms if x.score != "dot"]
+        if operator in ("attention", "coverage_attention"):
+            forms += [x._replace(step=True) for x in forms]
         if operator == "recurrent":
             forms.append(plain._replace(history=True))
+            forms.append(plain._replace(layer_feature="several layers"))
         for request in forms:
             if BACKENDS[backend].unsupported_reason(request) is None:
                 yield backend, request
