@@ -1,5 +1,6 @@
 """CUDA without a GPU: the kernels under sanitizers, and what the compiler makes of them."""
 
+import functools
 import itertools
 import os
 import re
@@ -133,6 +134,13 @@ def plain(mangled: str) -> str:
     return re.sub(r"(?m)^([\w<>, ]+)\(.*", r"\1", said.strip())
 
 
+@functools.cache
+def code(folder: Path, arch: str) -> dict[str, str]:
+    """The instructions of every function, by its plain name, as nvdisasm prints them with -hex."""
+    cubins = folder.glob(f"*.sm_{arch}.cubin")
+    return {plain(k): v for x in cubins for k, v in functions(x, "-hex").items()}
+
+
 def test_the_newest_architecture_has_ptx(library, folder):
     listed = run_tool("cuobjdump", library, "-lptx")
     assert set(re.findall(r"\.sm_(\d+)\.ptx", listed)) == {built(folder)[-1]}
@@ -171,8 +179,7 @@ PRODUCTS = {
 
 
 def test_instructions_of_inner_loops(folder, arch):
-    cubins = folder.glob(f"*.sm_{arch}.cubin")
-    found = {plain(k): loops(v) for x in cubins for k, v in functions(x).items()}
+    found = {name: loops(code(folder, arch)[name]) for name in (*FACTORED_LOOPS, *PRODUCTS)}
     for name, most in FACTORED_LOOPS.items():
         _, mix = factored_loop(found[name])
         assert all(a <= b for a, b in zip(mix, most)), f"{name}: {mix}"
@@ -199,9 +206,7 @@ ROUNDS = {
 
 def test_loads_of_a_loop_are_under_way_together(folder):
     """A load that waits for another takes the latency of memory again: a branch is enough."""
-    found = {}
-    for cubin in folder.glob("*.sm_90.cubin"):
-        found |= {plain(name): sass for name, sass in functions(cubin, "-hex").items()}
+    found = code(folder, "90")
     if not found:
         pytest.skip("not built for sm_90")
     for name, most in ROUNDS.items():
