@@ -229,6 +229,23 @@ def test_blocks_fill_the_multiprocessors(score, shape, host, library):
         assert n / (132 * -(-n // 132)) >= 0.8, blocks
 
 
+@pytest.mark.parametrize(("Tk", "blocks"), [(50, 4), (400, 7)])
+def test_blocks_of_a_step_with_a_history(Tk, blocks, host, library):
+    """Of 32 sentences on an H100: one cluster each, whose blocks divide the keys."""
+    library.recorded_blocks.restype = ctypes.c_int64
+    library.set_places(132 * 3)
+    query, key = torch.zeros(32, 1, 64), torch.zeros(32, Tk, 64)
+    vector, penalty = torch.zeros(64), torch.ones(1)
+    library.set_only_recorded(True)
+    try:
+        attnfast.coverage_attention(query, key, key, vector, penalty=penalty, backend=host)
+        recorded = list(itertools.takewhile(bool, map(library.recorded_blocks, itertools.count())))
+    finally:
+        library.set_only_recorded(False)
+        library.set_places(8)
+    assert recorded == [32 * blocks]
+
+
 @pytest.mark.parametrize(
     "case", [x for x in SMALL if x in test_statistics.TABLE][::2], ids=test_attention.name
 )

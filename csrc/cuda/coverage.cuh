@@ -520,7 +520,7 @@ bool scans_alone(const Call& a, void (*kernel)(Call, View, bool), const Launch& 
 template <class T, class Keeps, class Call, class Launch>
 void launch_scan(const Call& a, void (*kernel)(Call, View, bool), bool alone, const Launch& launch) {
   using C = typename Accumulate<T>::type;
-  int64_t blocks = tiles(a.Tk, kStepKeys);
+  int64_t blocks = alone ? step_blocks(a, launch, kernel) : tiles(a.Tk, kStepKeys);
   blocks = blocks <= 1 ? 1 : min(blocks, int64_t{launch.most_together(kernel)});
   const int64_t size = Keeps::numbers(a, blocks);
   const View scratch = {launch.template scratch<C>(a.B * a.H * size), a.H * size, size};
