@@ -1,5 +1,5 @@
-// The structs that a launcher passes to the kernels of a recurrent layer that attends: raw pointers
-// and sizes, as in attention.h.
+// The structs that a launcher passes to the kernels of a recurrent layer that attends, raw pointers
+// and sizes as in attention.h, and from them the attention of a step.
 #pragma once
 #include "cell.h"
 #include "coverage.h"

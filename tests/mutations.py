@@ -2323,7 +2323,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         ],
         "multiply_weights": [("cuda::run_backward(sum, last().hidden);", "")],
         "read_below": [("if (dropout_between) {", "if (false) {")],
-        "reach_below": [("if (dropout_between) loop.mask_step(", "if (false) loop.mask_step(")],
+        "reach_below": [("loop.mask_step(out, ", "if (false) loop.mask_step(out, ")],
         "multiply_gradients_below": [("x.carried, 0, a.B, H, H)", "x.carried, 0, a.B, 0, H)")],
         "multiply_layer": [("if (x.mask) scale_steps(before, *x.mask);", "")],
     },

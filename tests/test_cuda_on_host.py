@@ -231,7 +231,7 @@ def test_blocks_fill_the_multiprocessors(score, shape, host, library):
 
 @pytest.mark.parametrize(("Tk", "blocks"), [(50, 4), (400, 7)])
 def test_blocks_of_a_step_with_a_history(Tk, blocks, host, library):
-    """Of 32 sentences on an H100: one cluster each, whose blocks divide the keys."""
+    """On an H100 each of 32 sentences takes a cluster, whose blocks divide the keys."""
     library.recorded_blocks.restype = ctypes.c_int64
     library.set_places(132 * 3)
     query, key = torch.zeros(32, 1, 64), torch.zeros(32, Tk, 64)

@@ -109,7 +109,7 @@ DROPPED_EVERYWHERE = {"dropout_between", "dropout_output"}
 
 
 def layer_feature(layer: Layer, drops_at_steps: bool = False, is_gated: bool = False) -> str:
-    """Return the first feature of a layer that not every backend has, or that not every layer has.
+    """Return what decides which backends run a layer, beyond its cell and attention, or "".
 
     ``drops_at_steps``: whether it has dropout with other masks at every step; ``is_gated``: whether
     it has a gate on its context.

@@ -288,7 +288,7 @@ bool launch_at_once(const Loop& loop, Call& call, void (*kernel)(Call), int64_t 
 
 // ---- forward ------------------------------------------------------------------------------------
 
-// What the cell of a layer reads and writes.
+// A layer's tensors in the forward.
 struct ForwardLayer {
   Tensor hidden, states, cells, gates;
   Optional cell, mask;
@@ -313,7 +313,7 @@ class ForwardLoop {
   const Optional of_context, projected, dropout_output, dropout_between;
   const Tensor of_fed, state_weight, state_products, log_sum_exp, losses;
   std::vector<ForwardLayer> layers;
-  ForwardLayer& last() { return layers.back(); }
+  const ForwardLayer& last() const { return layers.back(); }
 
  public:
   ForwardLoop(const RecurrentArguments& given, const Launch& launch)
@@ -554,7 +554,7 @@ Tensor shifted(const Loop& loop, const Tensor& x, const Optional& first) {
   return out;
 }
 
-// What the cell's backward of a layer reads and writes.
+// A layer's tensors in the backward.
 struct BackwardLayer {
   Tensor hidden, states, cells, gates, grad_states, grad_hidden, grad_cell;
   Optional cell, mask, grad_cells;
@@ -586,7 +586,6 @@ class BackwardLoop {
   const Tensor& grad_fed;
   std::optional<HistorySums> of_history;
   std::vector<BackwardLayer> layers;
-  BackwardLayer& last() { return layers.back(); }
   const BackwardLayer& last() const { return layers.back(); }
 
  public:
@@ -805,7 +804,7 @@ class BackwardLoop {
     const Tensor out = step(layers[number].reaching, 0, 0, H);
     multiply(out, step(layers[number + 1].of_inputs, t, 0, gates),
              of_layer(*given.weight_ih_upper, number, true), false);
-    if (dropout_between) loop.mask_step(out, of_layer(dropout_between, number, true), t);
+    loop.mask_step(out, of_layer(dropout_between, number, true), t);
   }
 
   // `projects`: whether the state's query is a projection.
