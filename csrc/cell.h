@@ -42,6 +42,24 @@ struct Unit {
   V gates[kMostGates], state, cell;
 };
 
+// Apply dropout or zoneout to a new state, with the mask's factor.
+template <class V>
+ATTNFAST_DEVICE inline V dropped(V now, V before, V factor, bool zoneout) {
+  return zoneout ? before + factor * (now - before) : now * factor;
+}
+// Propagate a gradient through it; with zoneout, the rest goes to the previous state.
+template <class V>
+ATTNFAST_DEVICE inline void take_through(V factor, bool zoneout, V& gradient, V& past) {
+  if (zoneout) past = gradient - factor * gradient;
+  gradient *= factor;
+}
+// Return the state before it; any value where the factor is 0, because it has no gradient there.
+template <class V>
+ATTNFAST_DEVICE inline V undropped(V value, V before, V factor, bool zoneout) {
+  if (zoneout) value -= before - factor * before;
+  return factor == 0 ? V{} : value / factor;
+}
+
 // Run a cell on the sums `x` over inputs and state, the previous state and an LSTM's previous cell
 // state. For a GRU's third gate, x[2] is the sum over inputs and x[3] the sum over the state.
 template <Cell K, class C, template <class> class Math, class V>

@@ -2274,18 +2274,33 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         "run_unit": [
             ("sums[sum_index(K, gate)] +=", "sums[gate] +="),
             ("a.t >= a.target_lengths[b]) u = Unit<C>{};", "false) u = Unit<C>{};"),
+            ("if (a.dropout_cell.data) u.cell", "if (false) u.cell"),
         ],
-        "run_unit_backward": [("u.gates[sum_index(K, gate)];", "u.gates[gate];")],
+        "run_unit_backward": [
+            ("u.gates[sum_index(K, gate)];", "u.gates[gate];"),
+            ("u.state += past_state;", ";"),
+            ("cell = gates[1] * cell_before + gates[0] * gates[2];", ";"),
+            ("state = undropped(state, before, factor, a.zoneout);", ";"),
+        ],
+        "put_copies": [("state * read<C>(masks.rows[n], b, i);", "state;")],
         "__launch_bounds__": [
             ("own.i / columns >= target_lengths", "own.i / columns > target_lengths"),
             ("staged.score(row, lane) + *at<C>(a.state_products, b + row, i + lane)",
              "staged.score(row, lane)"),
-            ("m == 0 ? C(0) : *at<C>(attentional, own.b, own.i) / m;",
-             "*at<C>(attentional, own.b, own.i);"),
+            ("m == 0 || !has_tanh ? C(0) : *at<C>(attentional, own.b, own.i) / m;",
+             "has_tanh ? *at<C>(attentional, own.b, own.i) : C(0);"),
+            ("a.has_tanh ? Math<C>::tanh(sum) : sum;", "Math<C>::tanh(sum);"),
+            ("*to = adds ? *to + product : product;", "*to = product;"),
+            ("*at<C>(gated, own.b, own.i) * (C(1) - gate);", "*at<C>(gated, own.b, own.i);"),
+            ("*grad *= gate;", ";"),
+            ("own.exists && own.i < target_lengths[own.b])", "own.exists)"),
+            ("? *at<C>(inverse_fertility, own.b, own.i) * w : w;", "? w : w;"),
+            ("n * a.H + own.i) = 0;", "n * a.H + own.i) *= 1;"),
         ],
-        "sum": [("+ read<C>(grad_query, b, i);", ";")],
-        "put_lengths_of_steps": [("own.exists && own.i < target_lengths[own.b])", "own.exists)")],
-        "cover_steps": [("? *at<C>(inverse_fertility, own.b, own.i) * w : w;", "? w : w;")],
+        "sum": [
+            ("+ read<C>(grad_query, b, i);", ";"),
+            ("* read<C>(masks.rows[n], b, i);", ";"),
+        ],
     },
     ("csrc/cuda/coverage.cuh", CUDA.format("recurrent")): {
         "begin": [
@@ -2306,26 +2321,50 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         ],
     },
     ("csrc/cuda/recurrent_loop.h", CUDA.format("recurrent")): {
+        "StateParameters": [
+            ("last(given.bias_hh), gates, of_gates);", "last(given.bias_hh), gates, 0);"),
+            ("given.bias_gate, context_gate, of_query);", "given.bias_gate, context_gate, 0);"),
+        ],
+        "before": [
+            ("of_step(query, a.attends_first ? t : t - 1, 0);", "of_step(query, t - 1, 0);"),
+            ("of_step(joined, t - 1, a.Dv);", "of_step(joined, t - 1, 0);"),
+        ],
+        "project_values": [("given.weight_gate || given.dropout_joined ||", "")],
+    },
+    ("csrc/cuda/recurrent_forward.h", CUDA.format("recurrent")): {
+        "copy_queries": [
+            ("a.attends_first ? 0 : 1, a.T, 0, a.A), made.queries",
+             "0, a.T, 0, a.A), made.queries"),
+            ("if (masks.query) scale(made.queries, *masks.query);", ""),
+        ],
+        "multiply_weights": [("cuda::run_backward(sum, last().hidden);", "")],
+        "read_below": [("of_layer(dropout_between, number - 1, true), t);", "Optional(), t);")],
+        "run_steps": [("loop.masked(*fed, masks.feed, t)", "*fed")],
+        "add_context": [("masks.joined, t);", "Optional(), t);")],
+        "attend": [("copy_of(*last().seen, of.of_query, a);", "copy_of(*last().seen, 0, a);")],
+    },
+    ("csrc/cuda/recurrent_backward.h", CUDA.format("recurrent")): {
         "BackwardLoop": [
             ("asks_last || t + 1 < a.T) multiply_gradients(t + 1)",
              "t + 1 < a.T) multiply_gradients(t + 1)"),
             ("projected(given.grad_contexts ? Optional() :", "projected(false ? Optional() :"),
             ("if (projected && given.need_grad_key)", "if (false)"),
         ],
-        "write_initial_grads": [("asks ? loop.at(grad_query, 0) : Rows2{}}", "Rows2{}}")],
-        "multiply_inputs": [("loop.clear(a, input);", ";")],
-        "StateParameters": [
-            ("last(given.bias_hh), gates, masked(a));", "last(given.bias_hh), gates, 0);"),
+        "write_initial_grads": [("a.attends_first && query_is_state();", "false;")],
+        "multiply_inputs": [
+            ("loop.clear(a, input);", ";"),
+            ("if (masks.feed) fed = masked_rows(fed, *masks.feed);", ""),
         ],
-        "copy_queries": [
-            ("a.attends_first ? 0 : 1, a.T, 0, a.A), made.queries",
-             "0, a.T, 0, a.A), made.queries"),
+        "multiply_masked": [
+            ("loop.put_masked(product, *mask, t, out, adds);", "copy(product, out);"),
         ],
-        "multiply_weights": [("cuda::run_backward(sum, last().hidden);", "")],
-        "read_below": [("if (dropout_between) {", "if (false) {")],
-        "reach_below": [("loop.mask_step(out, ", "if (false) loop.mask_step(out, ")],
         "multiply_gradients_below": [("x.carried, 0, a.B, H, H)", "x.carried, 0, a.B, 0, H)")],
         "multiply_layer": [("if (x.mask) scale_steps(before, *x.mask);", "")],
+        "multiply_states": [
+            ("a.attends_first ? 0 : 1, a.T), *masks.query);", "0, a.T), *masks.query);"),
+            ("steps(*masks.joined, 0, a.T, a.Dv, H));", "steps(*masks.joined, 0, a.T, 0, H));"),
+            ("if (masks.joined) read =", "if (false) read ="),
+        ],
     },
     ("csrc/cuda/persistent.cuh", CUDA.format("all_steps_at_once")): {
         "split": [("low[i] = x[i] - high[i];", "low[i] = 0;")],
@@ -2347,7 +2386,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
     ("csrc/cuda/persistent_backward.cuh", CUDA.format("all_steps_at_once")): {
         "run_cells_backward": [
             ("if (a.copies > 1) g +=", "if (a.copies > 2) g +="),
-            ("a.carried, a.mask, a.grad_state}", "a.carried, a.mask, {}}"),
+            ("a.mask.data ? 1 : 0}, a.grad_state}", "a.mask.data ? 1 : 0}, {}}"),
         ],
         "multiply_fed": [
             ("return void(*at<float>(a.grad_feed, b, f) = sum(0));", "return;"),

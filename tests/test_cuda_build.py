@@ -65,6 +65,7 @@ BUDGETS = {
         for kernel, cells in (
             ("cell_step", 3), ("cell_step_backward", 3), ("reach_first", 0),
             ("attentional_backward", 0), ("clear_padding", 0), ("cover_steps", 0),
+            ("copy_state", 0), ("multiply_mask", 0), ("gate_contexts", 0), ("gate_backward", 0),
         )
         for cell in ([f", {x}" for x in range(cells)] or [""])
     },

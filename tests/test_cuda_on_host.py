@@ -33,7 +33,6 @@ import attnfast.decoding.memory
 import attnfast.functional
 from attnfast.nn import _fused_rnn
 from attnfast.ops.attention import ATTENTION
-from attnfast.ops.backends import unsupported_reason
 from attnfast.ops.recurrent import attention_of
 
 ROOT = Path(__file__).parent.parent
@@ -419,8 +418,7 @@ STACK, PAST = test_recurrent.STACK, test_recurrent.PAST
 SMALL_LAYERS = [
     x
     for x in test_recurrent.CASES
-    if x.B * x.T * max(x.H, x.Tk) < 5e3
-    and not {"narrow", *test_recurrent.LACKING_ON_CUDA} & {*x.terms}
+    if x.B * x.T * max(x.H, x.Tk) < 5e3 and not {"narrow", *test_recurrent.SPARSE} & {*x.terms}
 ]
 
 
@@ -460,7 +458,7 @@ LAYERS_AT_ONCE = [
     if x.dtype == torch.float32
     and x.recurrence
     and 0 < x.B * x.T * (x.Tk + 1) < 600
-    and not {"past", "stack"} & {*x.terms}
+    and not {"past", "stack", *test_recurrent.MASKS, *test_recurrent.OUTPUTS} & {*x.terms}
 ]
 
 
@@ -585,33 +583,6 @@ def test_a_recurrent_layer_takes_no_packed_weights(recurrent):
         test_recurrent.RECURRENT(recurrent, packed)
 
 
-@pytest.mark.parametrize(
-    ("term", "argument", "reason"),
-    [
-        ("dropout of state", "dropout_state", "dropout that changes from step to step"),
-        ("dropout of cell", "dropout_cell", "dropout that changes from step to step"),
-        ("dropout of query", "dropout_query", "dropout that changes from step to step"),
-        ("dropout of feed", "dropout_feed", "dropout that changes from step to step"),
-        ("dropout of joined", "dropout_joined", "dropout that changes from step to step"),
-        ("gate", "weight_gate", "a gate on its context"),
-        ("identity", "output_activation", "an output without tanh"),
-    ],
-)
-def test_what_a_recurrent_layer_has_not(term, argument, reason, recurrent):
-    mode = "lstm" if term == "dropout of cell" else "gru"
-    case = test_recurrent.Case(mode, "input_feeding", "tanh", terms=("projection", term))
-    args = test_recurrent.call(case)
-    with pytest.raises(RuntimeError, match=f"{argument} does not fit"):
-        test_recurrent.RECURRENT(recurrent, args)
-    with torch.no_grad():
-        made = test_recurrent.reference.recurrent(args)
-    backward = test_recurrent.backward_of(args, made)
-    with pytest.raises(RuntimeError, match=f"{argument} does not fit"):
-        test_recurrent.RECURRENT.backward(recurrent, backward)
-    asked = torch.device("cuda"), torch.float32, "recurrent", False, 0, False
-    assert reason in unsupported_reason("cuda", *asked, reason)
-
-
 @pytest.mark.parametrize("term", test_recurrent.SPARSE)
 def test_a_softmax_alone_is_computed(term, recurrent):
     args = test_recurrent.call(test_recurrent.Case("gru", "attend_first", terms=(term,)))
@@ -661,6 +632,16 @@ def test_a_recurrent_layer_over_many_keys(case, recurrent, blocks):
         ("input_feeding", {"terms": (*EVERYTHING, "past", "transition")}, 5, 7),
         ("attend_last", {"terms": (*EVERYTHING, *PAST)}, 4, 4),
         ("attend_last", {"terms": (*EVERYTHING, "stack")}, 7, 7),
+        ("attend_last", {"terms": (*EVERYTHING, "stack", "dropout above")}, 8, 8),
+        ("attend_last", {"terms": (*EVERYTHING, "zoneout", "dropout of state")}, 4, 4),
+        ("attend_first", {"terms": (*EVERYTHING, "dropout of query")}, 4, 4),
+        ("attend_first", {"terms": ("dropout of query", "lengths")}, 4, 4),  # no projection
+        ("attend_last", {"terms": (*EVERYTHING, "dropout of feed")}, 5, 5),
+        ("attend_last", {"terms": (*EVERYTHING, "gate")}, 5, 5),
+        ("input_feeding", {"terms": (*EVERYTHING, "dropout of output")}, 5, 5),
+        ("input_feeding", {"terms": (*EVERYTHING, "dropout of joined")}, 6, 7),
+        ("input_feeding", {"terms": (*EVERYTHING, "identity")}, 5, 6),
+        ("input_feeding", {"terms": (*EVERYTHING, *test_recurrent.MASKS, "gate")}, 9, 9),
     ],
 )
 def test_launches_of_a_recurrent_step(

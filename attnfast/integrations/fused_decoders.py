@@ -62,7 +62,6 @@ def fusion_skip_reason(
     *parts: Any,
     feed: Sequence[Any] = (),
     drops: bool = False,
-    drops_within: bool | None = None,
     has_history: bool = False,
 ) -> str | None:
     """Return why no operator can replace a decoder's loop over ``steps`` steps, or None.
@@ -76,8 +75,6 @@ def fusion_skip_reason(
             inactive unless the operator applies them.
         feed: the vector fed to the first step, ``[1, B, F]``, if any.
         drops: whether the operator must apply dropout.
-        drops_within: whether it must do so elsewhere than between layers and after the output
-            layer, by default the same.
         has_history: whether the attention has a history.
     """
     like, inputs = layer.weight_ih, [source, *states, *feed]
@@ -109,8 +106,7 @@ def fusion_skip_reason(
         is None
     ):
         return "no backend runs a whole target of attention with a history"
-    feature = layer_feature(layer, drops if drops_within is None else drops_within)
-    return select_layer_backend(None, None, like, feature=feature)[1] or None
+    return select_layer_backend(None, None, like, feature=layer_feature(layer, drops))[1] or None
 
 
 def linear_of(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:

@@ -33,6 +33,7 @@ from attnfast.ops.arguments import apply_temperature
 from attnfast.ops.backends import (
     BACKENDS,
     HALF,
+    LAYER_FEATURES,
     reasons_against,
     try_select_backend,
     unsupported_reason,
@@ -104,23 +105,14 @@ FUSED_ATTENTIONS = (
 LARGE = 1 << 20
 
 
-#: The masks that differ from step to step and that every backend takes.
-DROPPED_EVERYWHERE = {"dropout_between", "dropout_output"}
-
-
 def layer_feature(layer: Layer, drops_at_steps: bool = False, is_gated: bool = False) -> str:
-    """Return what decides which backends run a layer, beyond its cell and attention, or "".
+    """Return what a layer has beyond its cell and attention, one of :data:`LAYER_FEATURES` or "".
 
     ``drops_at_steps``: whether it has dropout with other masks at every step; ``is_gated``: whether
     it has a gate on its context.
     """
-    if drops_at_steps:
-        return "dropout that changes from step to step"
-    if is_gated:
-        return "a gate on its context"
-    if not layer.output_tanh:
-        return "an output without tanh"
-    return "" if layer.weight_ih_upper is None else "several layers"
+    has = drops_at_steps, is_gated, not layer.output_tanh, layer.weight_ih_upper is not None
+    return next((name for name, given in zip(LAYER_FEATURES, has) if given), "")
 
 
 def split_gate(attention: Any) -> tuple[Any, nn.Linear | None]:
@@ -181,10 +173,7 @@ def run_layer(
         return run_torch(layer, input, state)
     inner, gate = split_gate(attention)
     autocasts = runs_under_autocast(input) and not single
-    drops = given.keys() - {"dropout"}
-    feature = layer_feature(
-        layer, bool(drops if single else drops - DROPPED_EVERYWHERE), gate is not None
-    )
+    feature = layer_feature(layer, bool(given.keys() - {"dropout"}), gate is not None)
     if plain and single and feature:
         reason = f"a single step of a layer with {feature} runs in a loop"
     elif plain and single and torch.is_grad_enabled() and _is_large(layer, memory):

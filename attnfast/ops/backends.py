@@ -110,6 +110,13 @@ def not_built_for(own: tuple[int, int], built: list[tuple[int, int]]) -> str | N
     )
 
 
+#: What a recurrent layer may have beyond its cell and attention.
+LAYER_FEATURES = DROPS, GATE, NO_TANH, STACK = (
+    "dropout that changes from step to step", "a gate on its context", "an output without tanh",
+    "several layers",
+)  # fmt: skip
+
+
 class DispatchKey(NamedTuple):
     """The properties of a call that decide which backend runs it."""
 
@@ -119,7 +126,7 @@ class DispatchKey(NamedTuple):
     step: bool = False  # one query for each sequence: latency dominates
     filters: int = 0
     history: bool = False  # the attention of a recurrent layer has a history
-    layer_feature: str = ""  # what a recurrent layer has beyond one cell, see `layer_feature`
+    layer_feature: str = ""  # one of LAYER_FEATURES: compared with the reference by itself
     score: str = "tanh"
 
 
@@ -211,11 +218,6 @@ class Cuda(Backend):
         if reason := load_library("_C_cuda"):
             return reason
         return not_built_for(torch.cuda.get_device_capability(request.device), architectures())
-
-    def unsupported_reason(self, request: DispatchKey) -> str | None:
-        if request.layer_feature not in ("", "several layers"):
-            return f"it runs no recurrent layer with {request.layer_feature}"
-        return super().unsupported_reason(request)
 
     def rank(self, request: DispatchKey) -> float:
         if request.operator == "attention":  # Triton multiplies half types on tensor cores

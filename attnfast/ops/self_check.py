@@ -33,7 +33,16 @@ from attnfast._utils.checks import InputError, argument_message
 from attnfast.ops import backends
 from attnfast.ops.arguments import SCORES
 from attnfast.ops.attention import ATTENTION, AttentionInputs
-from attnfast.ops.backends import BACKENDS, PACKAGE, DispatchKey
+from attnfast.ops.backends import (
+    BACKENDS,
+    DROPS,
+    GATE,
+    LAYER_FEATURES,
+    NO_TANH,
+    PACKAGE,
+    STACK,
+    DispatchKey,
+)
 from attnfast.ops.copying import COPYING, CopyInputs
 from attnfast.ops.coverage import COVERAGE, CoverageInputs
 from attnfast.ops.dispatch import run
@@ -67,6 +76,9 @@ class _Numbers:
 
     def weights(self, *shape: int) -> Tensor:
         return self(*shape).softmax(-1)
+
+    def masks(self, *shape: int) -> Tensor:
+        return 2 * torch.randint(2, shape, generator=self.generator).double()
 
     def words(self, vocabulary: int, *shape: int) -> Tensor:
         return torch.randint(vocabulary, shape, generator=self.generator)
@@ -112,10 +124,25 @@ def _recurrent(request: DispatchKey) -> RecurrentInputs:
         score_vector=x(A), weight_query=x(A, H, scale=0.2), lengths=torch.tensor([Tk, 7, 1]),
         score="tanh",
     )  # fmt: skip
-    if request.layer_feature:
+    feature = request.layer_feature
+    if feature in (STACK, DROPS):
         call = call._replace(
             hidden=x(2, B, H), weight_hh=x(2, 3 * H, H, scale=0.2), bias_ih=x(2, 3 * H),
             bias_hh=x(2, 3 * H), weight_ih_upper=x(1, 3 * H, H, scale=0.2),
+        )  # fmt: skip
+    if feature == GATE:
+        call = call._replace(weight_gate=x(Dv, H, scale=0.2), bias_gate=x(Dv))
+    if feature in (NO_TANH, DROPS):
+        call = call._replace(
+            weight_output=x(Dv, Dv + H, scale=0.2), bias_output=x(Dv), attends_first=False
+        )
+    if feature == NO_TANH:
+        call = call._replace(output_activation="identity")
+    if feature == DROPS:
+        call = call._replace(
+            dropout_state=x.masks(2, B, T, H), dropout_between=x.masks(1, B, T, H),
+            dropout_query=x.masks(B, T, H), dropout_joined=x.masks(B, T, Dv + H),
+            dropout_feed=x.masks(B, T, Dv), dropout_output=x.masks(B, T, Dv),
         )  # fmt: skip
     if request.history:
         zeros = torch.zeros(B, Tk, dtype=torch.float64)
@@ -169,7 +196,8 @@ def _results(
         if not isinstance(x, Tensor) or not x.is_floating_point():
             return x.to(device) if isinstance(x, Tensor) else x
         own = accumulation_dtype(dtype) if name in _ACCUMULATED else dtype
-        return x.to(device, own).requires_grad_(operator is not SEARCH)
+        is_constant = operator is SEARCH or name.startswith("dropout")  # masks have no gradient
+        return x.to(device, own).requires_grad_(not is_constant)
 
     arguments = {name: moved(name, x) for name, x in call._asdict().items()}
     outputs = run(operator, type(call)(**arguments), backend)._asdict()
@@ -412,8 +440,6 @@ def reason_against(backend: str, request: DispatchKey) -> str | None:
         return None
     if backend == "reference" or request.operator not in OPERATORS:
         return None
-    if request.layer_feature not in ("", "several layers"):
-        return None
     if on_gpu and torch.cuda.is_current_stream_capturing():
         backends.self_check_postponed = True  # nothing may wait for the device
         return None
@@ -446,7 +472,7 @@ def comparisons(device: torch.device, complete: bool) -> Iterator[tuple[str, Dis
             forms += [x._replace(step=True) for x in forms]
         if operator == "recurrent":
             forms.append(plain._replace(history=True))
-            forms.append(plain._replace(layer_feature="several layers"))
+            forms += [plain._replace(layer_feature=x) for x in LAYER_FEATURES]
         for request in forms:
             if BACKENDS[backend].unsupported_reason(request) is None:
                 yield backend, request

@@ -391,16 +391,15 @@ class BackwardPass {
         if (given_cell) grad_cell += part(given_cell);
         if (of_cell) {
           now = saved[1] * old + saved[0] * saved[2];  // before the dropout
-          take_through(part(of_cell), grad_cell, past_cell);
+          take_through(part(of_cell), a.zoneout, grad_cell, past_cell);
         }
       }
       const Vec<C> last = part(before);
       Vec<C> g = part(to_state) + load(x + c) + part(given), value = part(state);
       if (of_state) {
         const Vec<C> factor = part(of_state);
-        take_through(factor, g, past_state);
-        if (a.zoneout) value -= last - factor * last;
-        value = factor == 0 ? Vec<C>{} : value / factor;  // before the dropout; any, if it has no gradient
+        take_through(factor, a.zoneout, g, past_state);
+        value = undropped(value, last, factor, a.zoneout);
       }
       const Unit<Vec<C>> back =
           cell_backward<Known::cell, C, Math>(saved, value, last, now, old, g, grad_cell);
@@ -408,12 +407,6 @@ class BackwardPass {
       store_part(to_state + c, back.state + past_state, n);
       for (int gate = 0; gate < Known::sums; ++gate) store_part(out + gate * H + c, back.gates[gate], n);
     });
-  }
-
-  // Take a gradient through a state's dropout; with zoneout, the rest goes to the previous state.
-  void take_through(Vec<C> factor, Vec<C>& gradient, Vec<C>& past) const {
-    if (a.zoneout) past = gradient - factor * gradient;
-    gradient *= factor;
   }
 
   // Add to x[r] the gates' gradients times weight_hh, the gradient of the previous state.

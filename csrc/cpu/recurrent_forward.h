@@ -357,8 +357,8 @@ class Forwards {
       const Vec<C> old = load_part(before + i + c, n, (C)0);
       const Vec<C> last = cell_before ? load_part(cell_before + c, n, (C)0) : Vec<C>{};
       Unit<Vec<C>> unit = cell_forward<Known::cell, C, Math>(sum, old, last);
-      if (of_state) unit.state = dropped<C>(unit.state, old, load_part(of_state + c, n, (C)0), a.zoneout);
-      if (of_cell) unit.cell = dropped<C>(unit.cell, last, load_part(of_cell + c, n, (C)0), a.zoneout);
+      if (of_state) unit.state = dropped(unit.state, old, load_part(of_state + c, n, (C)0), a.zoneout);
+      if (of_cell) unit.cell = dropped(unit.cell, last, load_part(of_cell + c, n, (C)0), a.zoneout);
       if (pads) unit = Unit<Vec<C>>{};
       store_part(state + c, unit.state, n);
       if (cell) store_part(cell + c, unit.cell, n);

@@ -138,12 +138,6 @@ struct Math {
   static inline __attribute__((always_inline)) Vec<C> sigmoid(Vec<C> x) { return sigmoid_of(x); }
 };
 
-// Apply dropout or zoneout to a new state.
-template <class C>
-Vec<C> dropped(Vec<C> now, Vec<C> before, Vec<C> factor, bool zoneout) {
-  return zoneout ? before + factor * (now - before) : now * factor;
-}
-
 // ---- attention ----------------------------------------------------------------------------------
 
 // Return a buffer for a history's packed parameters, which all steps read, or null.

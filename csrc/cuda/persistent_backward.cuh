@@ -122,7 +122,7 @@ __device__ void run_cells_backward(const PersistentBackward& a, const BlockBuffe
       .before = t ? rows_of_step(a.states, t - 1) : a.hidden,
       .cell = rows_of_step(a.cells, t),
       .cell_before = t ? rows_of_step(a.cells, t - 1) : a.first_cell,
-      .reaching = {a.carried, a.mask, a.grad_state},
+      .reaching = {a.carried, {{a.mask}, a.mask.data ? 1 : 0}, a.grad_state},
       .grad_cell = a.grad_cell,
       .of_input = rows_of_step(a.of_inputs, t),
       .state_products = {at<float>(products, 0, a.first_gate), products.stride},

@@ -4,7 +4,8 @@
 #include "recurrent.cuh"
 
 #include "launch.h"
-#include "recurrent_loop.h"
+#include "recurrent_backward.h"
+#include "recurrent_forward.h"
 
 namespace attnfast {
 namespace {

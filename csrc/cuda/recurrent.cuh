@@ -1,6 +1,5 @@
 // The recurrent cell, `cell_step`, and its backward: one thread takes one unit of a sequence. The
-// products are GEMMs (recurrent_loop.h, which has the loop), attention is in attention.cuh and
-// step.cuh.
+// products are GEMMs (recurrent_loop.h has the loop), attention is in attention.cuh and step.cuh.
 #pragma once
 #include "../recurrent.h"
 #include "score.cuh"
@@ -40,15 +39,45 @@ __device__ C read(const Rows2& x, int64_t b, int64_t i) {
   return x.data ? *at<C>(x, b, i) : C(0);
 }
 
+// ---- copies of a state --------------------------------------------------------------------------
+
+constexpr int kMostMasks = 3;
+
+// The masks of a state's copies, after the first copy, which is the state itself. A mask without
+// data is 0.
+struct Masks {
+  Rows2 rows[kMostMasks];
+  int count = 0;
+};
+
+// Store a unit's state and its product with each mask, side by side in rows [B, (1 + count) H].
+template <class C>
+__device__ void put_copies(const Masks& masks, const Rows2& seen, int64_t b, int64_t i, int64_t H,
+                           C state) {
+  if (!seen.data) return;
+  *at<C>(seen, b, i) = state;
+#pragma unroll
+  for (int n = 0; n < kMostMasks; ++n)
+    if (n < masks.count) *at<C>(seen, b, (n + 1) * H + i) = state * read<C>(masks.rows[n], b, i);
+}
+template <class C>
+__global__ void __launch_bounds__(kThreads) copy_state(int64_t H, Rows2 state, Masks masks, Rows2 seen) {
+  const OwnUnit own(H);
+  if (own.exists) put_copies<C>(masks, seen, own.b, own.i, H, *at<C>(state, own.b, own.i));
+}
+
 // ---- the cell -----------------------------------------------------------------------------------
 
 struct CellStep {
   int64_t B, H, t;
   const int64_t* target_lengths;
-  Rows2 of_input, bias_ih;          // of_input aliases `gates`, or `state` of a tanh cell
-  Rows2 state_products;             // includes the biases
-  Rows2 before, cell_before, mask;  // mask: the dropout
-  Rows2 state, cell, gates, seen;   // out; seen [B, 2 H]: the state, and the state times the mask
+  Rows2 of_input, bias_ih;  // of_input aliases `gates`, or `state` of a tanh cell
+  Rows2 state_products;     // includes the biases
+  Rows2 before, cell_before;
+  Rows2 dropout_state, dropout_cell;  // masks of the new state and cell state
+  bool zoneout;
+  Masks masks;                     // of the copies
+  Rows2 state, cell, gates, seen;  // out; seen: copies of the state, or absent
 };
 
 // The inputs of a unit.
@@ -79,13 +108,13 @@ __device__ void run_unit(const CellStep& a, int64_t b, int64_t i, const UnitInpu
     sums[sum_index(K, gate)] += in.state_products[gate];
   }
   Unit<C> u = cell_forward<K, C, Math, C>(sums, in.state, in.cell);
+  if (a.dropout_state.data) u.state = dropped(u.state, in.state, *at<C>(a.dropout_state, b, i), a.zoneout);
+  if (a.dropout_cell.data) u.cell = dropped(u.cell, in.cell, *at<C>(a.dropout_cell, b, i), a.zoneout);
   if (a.target_lengths && a.t >= a.target_lengths[b]) u = Unit<C>{};
   *at<C>(a.state, b, i) = u.state;
   if constexpr (K == Cell::lstm) *at<C>(a.cell, b, i) = u.cell;
   for (int gate = 0; gate < Known::saved; ++gate) *at<C>(a.gates, b, gate * a.H + i) = u.gates[gate];
-  if (!a.seen.data) return;
-  *at<C>(a.seen, b, i) = u.state;
-  *at<C>(a.seen, b, a.H + i) = u.state * *at<C>(a.mask, b, i);
+  put_copies<C>(a.masks, a.seen, b, i, a.H, u.state);
 }
 
 template <class C, Cell K>
@@ -96,21 +125,25 @@ __global__ void __launch_bounds__(kThreads) cell_step(const CellStep a) {
 
 // The gradients that reach a state from other steps and its query.
 struct Reaching {
-  Rows2 carried;  // [B, H], or [B, 2 H] with a mask, which is the dropout
-  Rows2 mask;
+  Rows2 carried;  // those of its copies
+  Masks masks;
   Rows2 grad_query;  // gradient of the query, if it is the state itself, or absent
 
   template <class C>
   __device__ C sum(int64_t b, int64_t i, int64_t H) const {
-    const C masked = mask.data ? *at<C>(carried, b, H + i) * *at<C>(mask, b, i) : C(0);
-    return *at<C>(carried, b, i) + masked + read<C>(grad_query, b, i);
+    C g = *at<C>(carried, b, i) + read<C>(grad_query, b, i);
+#pragma unroll
+    for (int n = 0; n < kMostMasks; ++n)
+      if (n < masks.count) g += *at<C>(carried, b, (n + 1) * H + i) * read<C>(masks.rows[n], b, i);
+    return g;
   }
 };
 
 struct CellStepBackward {
   int64_t B, H, t;
   const int64_t* target_lengths;
-  Rows2 grad_state, grad_cell_given, gates, state, before, cell, cell_before;
+  Rows2 grad_state, grad_cell_given, gates, state, before, cell, cell_before, dropout_state, dropout_cell;
+  bool zoneout;
   Reaching reaching;               // in; out: the previous state's gradient not through the sums
   Rows2 grad_cell;                 // the same for the cell
   Rows2 of_input, state_products;  // out, the gradients of the sums
@@ -127,10 +160,23 @@ __device__ void run_unit_backward(const CellStepBackward& a, int64_t b, int64_t 
   } else {
     C gates[kMostGates] = {};
     for (int gate = 0; gate < Known::saved; ++gate) gates[gate] = *at<C>(a.gates, b, gate * a.H + i);
-    const C grad_cell = read<C>(a.grad_cell, b, i) + read<C>(a.grad_cell_given, b, i);
-    u = cell_backward<K, C, Math, C>(gates, *at<C>(a.state, b, i), *at<C>(a.before, b, i),
-                                     read<C>(a.cell, b, i), read<C>(a.cell_before, b, i),
-                                     g + *at<C>(a.grad_state, b, i), grad_cell);
+    const C before = *at<C>(a.before, b, i), cell_before = read<C>(a.cell_before, b, i);
+    C grad_cell = read<C>(a.grad_cell, b, i) + read<C>(a.grad_cell_given, b, i), past_cell = 0,
+      past_state = 0;
+    C cell = read<C>(a.cell, b, i), state = *at<C>(a.state, b, i);
+    g += *at<C>(a.grad_state, b, i);
+    if (a.dropout_cell.data) {
+      cell = gates[1] * cell_before + gates[0] * gates[2];  // before the dropout
+      take_through(*at<C>(a.dropout_cell, b, i), a.zoneout, grad_cell, past_cell);
+    }
+    if (a.dropout_state.data) {
+      const C factor = *at<C>(a.dropout_state, b, i);
+      take_through(factor, a.zoneout, g, past_state);
+      state = undropped(state, before, factor, a.zoneout);
+    }
+    u = cell_backward<K, C, Math, C>(gates, state, before, cell, cell_before, g, grad_cell);
+    u.state += past_state;
+    u.cell += past_cell;
   }
   *at<C>(a.reaching.carried, b, i) = u.state;
   if constexpr (K == Cell::lstm) *at<C>(a.grad_cell, b, i) = u.cell;
@@ -145,7 +191,7 @@ __global__ void __launch_bounds__(kThreads) cell_step_backward(const CellStepBac
   const OwnUnit own(a.H);
   if (!own.exists) return;
   const C g = a.reaching.sum<C>(own.b, own.i, a.H);
-  if (a.reaching.mask.data) *at<C>(a.reaching.carried, own.b, a.H + own.i) = 0;
+  for (int n = 1; n <= a.reaching.masks.count; ++n) *at<C>(a.reaching.carried, own.b, n * a.H + own.i) = 0;
   run_unit_backward<C, K>(a, own.b, own.i, g);
 }
 
@@ -156,18 +202,55 @@ __global__ void __launch_bounds__(kThreads) reach_first(int64_t H, Reaching reac
   if (own.exists) *at<C>(out, own.b, own.i) = reaching.sum<C>(own.b, own.i, H);
 }
 
+// ---- masks of a step and gates ------------------------------------------------------------------
+
+// Compute out = x times a mask, or add it to out, for rows [B, columns]; out may alias x.
+template <class C>
+__global__ void __launch_bounds__(kThreads)
+    multiply_mask(int64_t columns, Rows2 x, Rows2 mask, Rows2 out, bool adds) {
+  const OwnUnit own(columns);
+  if (!own.exists) return;
+  const C product = *at<C>(x, own.b, own.i) * *at<C>(mask, own.b, own.i);
+  C* const to = at<C>(out, own.b, own.i);
+  *to = adds ? *to + product : product;
+}
+
+// Multiply contexts by the gates, whose sums these are.
+template <class C>
+__global__ void __launch_bounds__(kThreads)
+    gate_contexts(int64_t columns, Rows2 sums, Rows2 contexts, Rows2 gates) {
+  const OwnUnit own(columns);
+  if (!own.exists) return;
+  const C gate = Math<C>::sigmoid(*at<C>(sums, own.b, own.i));
+  *at<C>(gates, own.b, own.i) = gate;
+  *at<C>(contexts, own.b, own.i) *= gate;
+}
+
+// Replace the gradients of gated contexts by those of the contexts, and compute those of the sums.
+template <class C>
+__global__ void __launch_bounds__(kThreads)
+    gate_backward(int64_t columns, Rows2 gates, Rows2 gated, Rows2 grad_contexts, Rows2 grad_sums) {
+  const OwnUnit own(columns);
+  if (!own.exists) return;
+  const C gate = *at<C>(gates, own.b, own.i);
+  C* const grad = at<C>(grad_contexts, own.b, own.i);
+  *at<C>(grad_sums, own.b, own.i) = *grad * *at<C>(gated, own.b, own.i) * (C(1) - gate);
+  *grad *= gate;
+}
+
 // ---- input feeding ------------------------------------------------------------------------------
 
 struct Feed {
   int64_t B, F, Dv;
   Rows2 contexts, weight;  // [B, Dv], [F, Dv]
   Rows2 state_products;    // [B, F]
-  Rows2 attentional;       // out, like these
+  bool has_tanh;
+  Rows2 attentional;  // out, like these
 };
 
-// Compute the attentional vector, tanh of the contributions of context and state, including the
-// context's product: for a tile of sequences and features, as if they were a score's queries and
-// keys.
+// Compute the attentional vector, tanh of the contributions of context and state or their sum,
+// including the context's product: for a tile of sequences and features, as if they were a score's
+// queries and keys.
 template <class C>
 __global__ void __launch_bounds__(kThreads) feed(const Feed a) {
   __shared__ Staged<C> staged;
@@ -178,20 +261,22 @@ __global__ void __launch_bounds__(kThreads) feed(const Feed a) {
   const auto none = [](int, int) { return C(0); };
   score_tile<Score::dot>(contexts, weight, static_cast<const C*>(nullptr), a.Dv, staged, none);
   const int lane = threadIdx.x % 32;
-  for (int row = threadIdx.x / 32; lane < weight.count && row < contexts.count; row += kWarps)
-    *at<C>(a.attentional, b + row, i + lane) =
-        tanh(staged.score(row, lane) + *at<C>(a.state_products, b + row, i + lane));
+  for (int row = threadIdx.x / 32; lane < weight.count && row < contexts.count; row += kWarps) {
+    const C sum = staged.score(row, lane) + *at<C>(a.state_products, b + row, i + lane);
+    *at<C>(a.attentional, b + row, i + lane) = a.has_tanh ? Math<C>::tanh(sum) : sum;
+  }
 }
 
-// Compute the gradient of the tanh's argument from that of the attentional vector, which may have been
-// multiplied by a mask.
+// Compute the gradient of the sum from that of the attentional vector, which may have been multiplied by
+// a mask.
 template <class C>
 __global__ void __launch_bounds__(kThreads)
-    attentional_backward(int64_t features, Rows2 attentional, Rows2 mask, Rows2 grad, Rows2 out) {
+    attentional_backward(int64_t features, bool has_tanh, Rows2 attentional, Rows2 mask, Rows2 grad,
+                         Rows2 out) {
   const OwnUnit own(features);
   if (!own.exists) return;
   const C m = mask.data ? *at<C>(mask, own.b, own.i) : C(1);
-  const C f = m == 0 ? C(0) : *at<C>(attentional, own.b, own.i) / m;
+  const C f = m == 0 || !has_tanh ? C(0) : *at<C>(attentional, own.b, own.i) / m;
   *at<C>(out, own.b, own.i) = m * *at<C>(grad, own.b, own.i) * (C(1) - f * f);
 }
 

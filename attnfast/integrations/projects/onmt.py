@@ -88,7 +88,7 @@ def stack_of(self, T, enc_out):
     parts = [getattr(attention, x) for x in names if hasattr(attention, x)]
     if reason := fusion_skip_reason(
         layer, T, enc_out, hidden, attention, *parts, feed=[self.state["input_feed"]],
-        drops=any(x.training and x.p > 0 for x in dropouts), drops_within=False,
+        drops=any(x.training and x.p > 0 for x in dropouts),
     ):  # fmt: skip
         raise UnsupportedCall(reason)
     return layer
