@@ -44,6 +44,43 @@ void run_scores(const Forward&, const Tensor& query);
   X(bool, need_grad_key, any)                          \
   X(bool, need_grad_score, any)
 
+// ---- matrix products of PyTorch -----------------------------------------------------------------
+
+// Smaller matrices than this are multiplied by the kernels of this library.
+constexpr int64_t kLibraryRows = 8, kLibraryColumns = 64;
+
+// Return true if PyTorch's GEMM may be faster than our kernels for the products with values and, for
+// dot scores, with queries and keys.
+bool fits_library(const Problem& a) {
+  const bool is_wide = a.dtype == Dtype::f32 || a.dtype == Dtype::f64;
+  return is_wide && !a.key_bounds.data && a.B * a.H > 0 && a.Tq >= kLibraryRows &&
+         std::max(a.A, a.Dv) >= kLibraryColumns;
+}
+
+// Return true if one call can take the matrices of all sequences and heads.
+bool even(const Problem& a, const View& x) { return a.H == 1 || a.B == 1 || x.batch == a.H * x.head; }
+bool dense(const Problem& a, const View& x, int64_t rows, int64_t columns) {
+  return !x.data || (x.row == columns && even(a, x) && (a.H == 1 ? x.batch : x.head) == rows * columns);
+}
+bool together(const Problem& a) { return even(a, a.query) && even(a, a.key) && even(a, a.value); }
+
+View transposed(View x) {
+  std::swap(x.row, x.column);
+  return x;
+}
+
+// Return the matrices of all heads of `count` sequences from b on, [count H, rows, columns].
+Tensor matrices(const Problem& a, const View& x, int64_t rows, int64_t columns,
+                const torch::stable::Device& device, int64_t b, int64_t count) {
+  const bool doubles = a.dtype == Dtype::f64;
+  return torch::stable::from_blob(static_cast<char*>(x.data) + b * x.batch * (doubles ? 8 : 4),
+                                  {count * a.H, rows, columns},
+                                  {a.H == 1 ? x.batch : x.head, x.row, x.column}, device,
+                                  doubles ? ScalarType::Double : ScalarType::Float);
+}
+
+// ---- attention ----------------------------------------------------------------------------------
+
 ATTNFAST_ARGUMENTS(AttentionArguments, "attention", ATTNFAST_ATTENTION, AttentionChecker)
 ATTNFAST_ARGUMENTS(AttentionBackwardArguments, "attention_backward", ATTNFAST_ATTENTION_BACKWARD,
                    AttentionChecker)

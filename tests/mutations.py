@@ -2219,6 +2219,20 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         "add_values": [("if (decltype(finite)::value || p != 0)", "if (true)")],
         "finish_sums": [("block < gridDim.y; ++block) total +=", "block < 1; ++block) total +=")],
     },
+    ("csrc/cuda/attention.cuh", CUDA.format("table or owes or statistics")): {
+        "__launch_bounds__": [
+            ("if (out - out == 0) return;", "return;"),
+            ("factor != 0) sum += factor *", "true) sum += factor *"),
+            ("before += more;", ""),
+            ("const C shift = top == -INFINITY ? 0 : top;", "const C shift = top;"),
+        ],
+    },
+    ("csrc/cuda/attention_products.h", CUDA.format("table or owes")): {
+        "run_backward": [("rest.grad_value = View{};", "rest.grad_score_given = false;")],
+        "multiplies": [("together(a) &&", "")],
+        "multiplies_values": [("even(a, a.grad_context) &&", "")],
+        "multiply": [("0., x.scale));", "0., 1.));")],
+    },
     ("csrc/cuda/attention.cuh", CUDA.format("parts")): {
         "put_part": [("if (a.statistics.data) end->row = softmax.described[r];", "")],
     },

@@ -43,6 +43,7 @@ BUDGETS = {
         ("products", ", 0, true", 168, 240, 16),
         *(("products", f", {score}, false", 168, 240, 16) for score in range(len(SCORES))),
         ("grad_score", "", 64, 80, 1),
+        *((x, "", 64, 80, 1) for x in ("normalise", "drop_hidden") if dtype in ("float", "double")),
         ("grad_rows", ", 0, false", 96, 200, 23),
         ("grad_rows", ", 0, true", 96, 200, 23),
         ("grad_rows", ", 1, false", 168, 200, 23),

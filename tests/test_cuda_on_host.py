@@ -189,6 +189,29 @@ def test_parts_are_joined_by_a_launch_of_their_own(host, library, places):
     assert library.take_launches() == (1 if places == 1 else 2)
 
 
+@pytest.mark.parametrize(
+    ("score", "Tq", "A", "forward", "backward"),
+    [
+        ("dot", 9, 64, 4, 8), ("dot", 7, 64, 1, 5), ("dot", 9, 63, 1, 5),
+        ("tanh", 9, 64, 2, 6), ("tanh", 7, 64, 2, 5),
+    ],
+)  # fmt: skip
+def test_products_by_pytorch(score, Tq, A, forward, backward, host, library):
+    """From 8 rows and 64 features on, a launch each, and one that drops what is hidden."""
+    query, key, value = (torch.randn(2, n, A, requires_grad=True) for n in (Tq, 20, 20))
+    library.set_places(1)
+    library.take_launches()
+    if score == "dot":
+        context = attnfast.dot_attention(query, key, value, backend=host).context
+    else:
+        weight = torch.randn(A, requires_grad=True)
+        context = attnfast.additive_attention(query, key, value, weight, backend=host).context
+    launches = [library.take_launches()]
+    context.sum().backward()
+    assert [*launches, library.take_launches()] == [forward, backward]
+    library.set_places(8)
+
+
 #: B, Tq, Tk, A, Dv of docs/performance.md, and one step.
 SHAPES = {
     "S1": (32, 50, 50, 512, 512), "S2": (16, 100, 400, 256, 512), "S3": (1, 1000, 1000, 128, 128),
@@ -373,12 +396,13 @@ def test_recurrent_decoder(case, host):
 @pytest.mark.parametrize("score", ["dot", "tanh"])
 def test_what_every_backend_owes(score, host):
     """The properties that test_attention.py asks of every backend, by name."""
-    test_attention.test_empty_rows(score, (4, 70, 8, 8), host)
+    for size in ((4, 70, 8, 8), (9, 70, 8, 64)):
+        test_attention.test_empty_rows(score, size, host)
     for by in ("mask", "bias"):
-        for Tq in (1, 5):
-            size = (Tq, 40, 16, 8)
+        for size in ((1, 40, 16, 8), (5, 40, 16, 8), (9, 40, 64, 72)):
             test_attention.test_what_is_not_seen_changes_nothing(by, score, size, host)
-    test_attention.test_a_row_is_not_touched_by_what_others_see(score, (3, 20, 16, 8), host)
+    for size in ((3, 20, 16, 8), (9, 20, 72, 64)):
+        test_attention.test_a_row_is_not_touched_by_what_others_see(score, size, host)
     test_attention.test_offsets_past_two_to_the_31(score, host)
     test_attention.test_results_do_not_depend_on_what_is_asked(600, host)
     test_attention.test_half_inputs_of_256(host)

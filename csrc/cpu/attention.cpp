@@ -16,8 +16,6 @@ const AttentionKernels& kernels() {
   return chosen;
 }
 
-// Smaller matrices than this are multiplied by the kernels of this library.
-constexpr int64_t kLibraryRows = 8, kLibraryColumns = 64;
 // The number of scores computed at a time if they are not returned, and the fewest rows of them.
 constexpr int64_t kPart = 1 << 20, kPartRows = 16;
 // Multiply-adds of one matrix from which a separate library call is worth its overhead.
@@ -37,13 +35,6 @@ void run_passes(const Backward& a, const Plan& plan, int64_t threads, const Pass
 
 // ---- with a library's GEMM ----------------------------------------------------------------------
 
-// Return true if one library call can take the matrices of all sequences and heads.
-bool even(const Problem& a, const View& x) { return a.H == 1 || a.B == 1 || x.batch == a.H * x.head; }
-bool dense(const Problem& a, const View& x, int64_t rows, int64_t columns) {
-  return !x.data || (x.row == columns && even(a, x) && (a.H == 1 ? x.batch : x.head) == rows * columns);
-}
-bool together(const Problem& a) { return even(a, a.query) && even(a, a.key) && even(a, a.value); }
-
 // Return true if a library's GEMM uses all the instructions that our kernels use: MKL uses AVX-512
 // only on Intel processors.
 bool library_keeps_up() {
@@ -58,11 +49,7 @@ bool library_keeps_up() {
 // Return true if PyTorch's GEMM may be faster than our kernels, for dot scores: there are enough
 // rows to repay its packing, and few keys beyond the lengths, which only our kernels skip.
 bool may_multiply(const Problem& a) {
-  if (!library_keeps_up()) return false;
-  if (a.score_vector.data || a.key_bounds.data || (a.dtype != Dtype::f32 && a.dtype != Dtype::f64))
-    return false;
-  if (a.B * a.H == 0 || a.Tq < kLibraryRows) return false;
-  if (std::max(a.A, a.Dv) < kLibraryColumns) return false;
+  if (!library_keeps_up() || a.score_vector.data || !fits_library(a)) return false;
   if (!a.lengths) return true;
   return 4 * std::accumulate(a.lengths, a.lengths + a.B, int64_t{0}) >= 3 * a.B * a.Tk;
 }
@@ -79,22 +66,14 @@ bool multiplies(const Backward& a) {
   return (large || at_once) && may_multiply(a);
 }
 
-View transposed(View x) {
-  std::swap(x.row, x.column);
-  return x;
-}
-
 // Compute out = left right, matrices [m, k] and [k, n] of every sequence and head: in one call if
 // they are evenly spaced, else one sequence at a time.
 void multiply(const Problem& a, const View& left, const View& right, const View& out, int64_t m, int64_t k,
               int64_t n) {
   const bool together = even(a, left) && even(a, right) && even(a, out);
-  const int64_t size = a.dtype == Dtype::f64 ? 8 : 4;
   for (int64_t b = 0; b < (together ? 1 : a.B); ++b) {
     const auto tensor = [&](const View& x, int64_t rows, int64_t columns) {
-      return torch::stable::from_blob(
-          static_cast<char*>(x.data) + b * x.batch * size, {together ? a.B * a.H : a.H, rows, columns},
-          {a.H == 1 ? x.batch : x.head, x.row, x.column}, kCpu, dtype_of_sums(a));
+      return matrices(a, x, rows, columns, kCpu, b, together ? a.B : 1);
     };
     const Tensor product = tensor(out, m, n);
     TORCH_ERROR_CODE_CHECK(

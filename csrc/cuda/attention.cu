@@ -1,7 +1,8 @@
 // Registers attention for CUDA.
-#include "attention.cuh"
+#include <torch/csrc/inductor/aoti_torch/generated/c_shim_cuda.h>
 
-#include "../launch_attention.h"
+#include "attention_products.h"
+
 #include "launch.h"
 
 namespace attnfast {
@@ -18,13 +19,13 @@ namespace cuda {
 void run_forward(const Forward& a, const View& added, const Tensor& like) {
   launched(
       like, kThreads, [&] { return describe(a); },
-      [&](const Launch& launch) { launch_forward(a, launch, added); });
+      [&](const Launch& launch) { run_forward(a, added, launch, like.device()); });
 }
 
 void run_backward(const Backward& a, const Tensor& like) {
   launched(
       like, kThreads, [&] { return describe(a); },
-      [&](const Launch& launch) { launch_backward(a, launch); });
+      [&](const Launch& launch) { run_backward(a, launch, like.device()); });
 }
 
 int64_t grad_score_vector_parts(const Problem& a) { return attnfast::grad_score_vector_parts(a); }

@@ -168,6 +168,66 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2
   }
 }
 
+// Turn a row's products of query and keys, stored as weights, into the weights of a dot score.
+template <class T>
+__global__ void __launch_bounds__(kThreads) normalise(const Forward a) {
+  using C = typename Accumulate<T>::type;
+  const Tile tile = locate(a, a.Tq, 1);
+  const int64_t n = keys_seen(a, tile.b);
+  C* const scores = at<C>(a.weights, tile, tile.row);
+  C top = -INFINITY, mass = 0;
+#pragma unroll 4
+  for (int64_t j = threadIdx.x; j < n; j += kThreads) {
+    scores[j] = finish_score<T>(a, tile, tile.row, j, scores[j], kLeast<C>);
+    top = fmax(top, scores[j]);
+  }
+  int turn = 0;
+  top = of_blocks<Max>(top, turn);
+  const C shift = top == -INFINITY ? 0 : top;
+#pragma unroll 4
+  for (int64_t j = threadIdx.x; j < n; j += kThreads) mass += exp(scores[j] - shift);
+  mass = of_blocks<Add>(mass, turn);
+  if (a.statistics.data && threadIdx.x < 32) {
+    Described<C> row = {};
+    C before = 0;
+    for (int64_t first = 0; first < n; first += 32) {
+      const int64_t j = first + threadIdx.x;
+      const C s[] = {j < n ? scores[j] : -INFINITY}, p[] = {exp(s[0] - shift)};
+      const C more = of_warp<Add>(p[0]);
+      join(row, shift, before, describe(s, p, shift, more, C(j)), shift, more);
+      before += more;
+    }
+    if (threadIdx.x == 0) put_statistics(a, tile, tile.row, top, mass, row);
+  }
+  __syncthreads();  // one warp reads the scores of all
+  finish_row(a, tile, tile.row, Seen{0, n, 0}, top, mass, threadIdx.x, kThreads);
+}
+
+// ---- products by a library ----------------------------------------------------------------------
+
+// out = scale * left right, of every sequence and head.
+struct MatrixProduct {
+  View left, right, out;
+  int64_t rows, depth, columns;
+  double scale;
+};
+
+// Recompute the elements of a product that are not finite: what a weight of 0 multiplies may be NaN and
+// must not have any effect.
+template <class C>
+__global__ void __launch_bounds__(kThreads) drop_hidden(const Problem a, const MatrixProduct x) {
+  const Tile tile = locate(a, x.rows, 1);
+  const int64_t c = int64_t{blockIdx.y} * kThreads + threadIdx.x;
+  if (c >= x.columns) return;
+  C& out = at<C>(x.out, tile, tile.row)[c * x.out.column];
+  if (out - out == 0) return;
+  const C *left = at<C>(x.left, tile, tile.row), *right = at<C>(x.right, tile, 0) + c * x.right.column;
+  C sum = 0;
+  for (int64_t k = 0; k < x.depth; ++k)
+    if (const C factor = left[k * x.left.column]; factor != 0) sum += factor * right[k * x.right.row];
+  out = C(x.scale) * sum;
+}
+
 // ---- backward ---------------------------------------------------------------------------------
 
 // Set staged.score(row, key) to grad_context_i . v_j for a tile; see score_tile.
@@ -597,13 +657,18 @@ void launch_grad_inputs(const Backward& a, const Launch& launch) {
 }
 
 template <class Launch>
+void launch_grad_score(const Backward& a, const Launch& launch) {
+  by_dtype(a.dtype, [&](auto zero) { launch(grad_score<decltype(zero)>, a.B * a.H * a.Tq, 1, a); });
+}
+
+template <class Launch>
 void launch_backward(const Backward& a, const Launch& launch) {
   by_dtype(a.dtype, [&](auto zero) {
     using T = decltype(zero);
     if (launch_step_backward<T>(a, launch)) return;
     if (!a.grad_score_given) {
       launch_products(a, Factored{}, launch, products<T, Score::dot, true>);
-      launch(grad_score<T>, a.B * a.H * a.Tq, 1, a);
+      launch_grad_score(a, launch);
     }
     launch_grad_inputs<T>(a, launch);
   });

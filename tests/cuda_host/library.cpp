@@ -30,13 +30,18 @@ inline AOTITorchError counted_addmm_out(AtenTensorHandle out, AtenTensorHandle s
   return aoti_torch_cpu_addmm_out(out, self, a, b, beta, alpha);
 }
 #define aoti_torch_cuda_addmm_out counted_addmm_out
+inline AOTITorchError counted_baddbmm_out(AtenTensorHandle out, AtenTensorHandle self, AtenTensorHandle a,
+                                          AtenTensorHandle b, double beta, double alpha) {
+  ++launches;
+  return aoti_torch_cpu_baddbmm_out(out, self, a, b, beta, alpha);
+}
+#define aoti_torch_cuda_baddbmm_out counted_baddbmm_out
 
-#include "../../csrc/cuda/attention.cuh"
+#include "../../csrc/cuda/attention_products.h"
 #include "../../csrc/cuda/copying.cuh"
 #include "../../csrc/cuda/coverage.cuh"
 #include "../../csrc/cuda/recurrent_backward.h"
 #include "../../csrc/cuda/recurrent_forward.h"
-#include "../../csrc/launch_attention.h"
 #include "../../csrc/launch_copying.h"
 #include "../../csrc/launch_coverage.h"
 
@@ -52,8 +57,18 @@ template <class Call>
 void run_backward(const Call& a) {
   launch_backward(a, LaunchOnHost<kThreads>{});
 }
-void run_forward(const Forward& a, const Tensor&) { run_forward(a); }
-void run_backward(const Backward& a, const Tensor&) { run_backward(a); }
+}  // namespace
+namespace cuda {
+void run_forward(const Forward& a, const View& added, const Tensor& like) {
+  attnfast::run_forward(a, added, LaunchOnHost<kThreads>{}, like.device());
+}
+void run_backward(const Backward& a, const Tensor& like) {
+  attnfast::run_backward(a, LaunchOnHost<kThreads>{}, like.device());
+}
+}  // namespace cuda
+namespace {
+void run_forward(const Forward& a, const Tensor& like) { cuda::run_forward(a, {}, like); }
+void run_backward(const Backward& a, const Tensor& like) { cuda::run_backward(a, like); }
 void run_scores(const Forward& a, const Tensor&) { launch_scores(a, LaunchOnHost<kThreads>{}); }
 void run_forward(const CopyForward& a, const Tensor&) { run_forward(a); }
 void run_backward(const CopyBackward& a, const Tensor&) { run_backward(a); }
@@ -61,10 +76,6 @@ void run_forward(const CoverageForward& a, const Tensor&) { run_forward(a); }
 void run_backward(const CoverageBackward& a, const Tensor&) { run_backward(a); }
 }  // namespace
 namespace cuda {
-void run_forward(const Forward& a, const View& added, const Tensor&) {
-  launch_forward(a, LaunchOnHost<kThreads>{}, added);
-}
-void run_backward(const Backward& a, const Tensor&) { attnfast::run_backward(a); }
 void run_forward(const CoverageForward& a, const Tensor&) { attnfast::run_forward(a); }
 void run_backward(const CoverageBackward& a, const Tensor&) { attnfast::run_backward(a); }
 int64_t grad_score_vector_parts(const Problem& a) { return attnfast::grad_score_vector_parts(a); }
