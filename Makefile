@@ -12,7 +12,7 @@ TIDY := -std=c++20 -Wall -Wno-unused-function -Wno-unneeded-internal-declaration
   -Wno-deprecated-declarations -DVARIANT=portable -DTORCH_TARGET_VERSION=0x020a000000000000 \
   -isystem tests/cuda_host
 
-.PHONY: demo test compile integrations hosts judges lint lint-python lint-cxx docs site bench bench-regression gpu wheels sanitize sanitize-fuzz mutants check-machine
+.PHONY: demo test test-python compile integrations hosts judges lint lint-python lint-cxx docs site bench bench-regression gpu wheels sanitize sanitize-fuzz mutants check-machine
 .DELETE_ON_ERROR:
 
 demo: .venv/installed
@@ -20,12 +20,15 @@ demo: .venv/installed
 
 # Two files of tests at a time. The second run takes the oldest Triton that pyproject.toml claims, for
 # the oldest GPUs, and exponentials and quotients as rough as a GPU's; tables of cases run there alone.
-test: ELSEWHERE := sm_80 or sm_100 or gfx942
-test: TABLES := triton and test_table and not test_span
-test: .venv/installed .venv/cuda .venv/oldest-triton integrations
-	$(BIN)/pytest -q $(TWO) --ignore tests/test_docs_site.py \
+test test-python: ELSEWHERE := sm_80 or sm_100 or gfx942
+test test-python: TABLES := triton and test_table and not test_span
+# Without what concerns compiled code alone.
+test-python: LEFT_OUT := $(patsubst %,--ignore tests/test_%.py,cuda_build cuda_on_host triton_compile aarch64)
+test: .venv/cuda
+test test-python: .venv/installed .venv/oldest-triton integrations
+	$(BIN)/pytest -q $(TWO) $(LEFT_OUT) --ignore tests/test_docs_site.py \
 	  -k "not (triton_compile and ($(ELSEWHERE))) and not ($(TABLES)) and not sanitizers"
-	OMP_NUM_THREADS=1 PYTHONPATH=tests:.venv/oldest-triton $(BIN)/pytest -q $(TWO) -p rough_math tests \
+	OMP_NUM_THREADS=1 PYTHONPATH=tests:.venv/oldest-triton $(BIN)/pytest -q $(TWO) $(LEFT_OUT) -p rough_math tests \
 	  -k "triton and (table or vanish or large or sm_80) and not test_span"
 
 # Triton's kernels for every target, in three minutes; CUDA's on the host under sanitizers are

@@ -23,6 +23,7 @@ OPTIONS = ["-q", "-p", "no:cacheprovider", "-p", "pretend_gpu"]
 ELSEWHERE = "compile or opcheck or gradcheck or forward_mode or fuzz or relu"
 #: Searches and translators that take the way of others, with another score.
 ALIKE = "local- or general or scaled or concat or cosine or multihead or predictive"
+ALIKE += " or location or none or prior or initial or forward or bahdanau-beam or coverage-beam"
 
 
 def pretend(*arguments: str) -> subprocess.CompletedProcess:
