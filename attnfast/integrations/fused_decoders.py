@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from attnfast.decoding import Memory
@@ -163,20 +162,30 @@ def draw_masks(steps: int, like: Tensor, dropouts: Sequence[StepDropout]) -> lis
     Returns:
         ``[B, T, F]`` or ``[times, B, T, F]`` for each dropout, None if it is inactive.
     """
-    masks: list[list[Tensor]] = [[] for _ in dropouts]
-    for _ in range(steps):
-        for dropout, drawn in zip(dropouts, masks):
-            p, keep, times = dropout.p, 1 - dropout.p, dropout.times
-            for _ in range((1 if times is None else times) if dropout.is_active else 0):
-                mask = like.new_empty(len(like), dropout.size or like.shape[1])
-                if dropout.zoneout:
-                    drawn.append(1 - (mask.bernoulli_(p) if dropout.training else mask.fill_(p)))
-                else:
-                    drawn.append(mask.bernoulli_(keep).div_(keep) if keep else mask.zero_())
-    stacked = [torch.stack(x).unflatten(0, (steps, -1)).movedim(0, 2) if x else None for x in masks]
+
+    def draw(dropout: StepDropout, mask: Tensor) -> Tensor:
+        p = dropout.p
+        if dropout.zoneout:
+            return (mask.bernoulli_(p) if dropout.training else mask.fill_(p)).neg_().add_(1)
+        return mask.bernoulli_(1 - p).div_(1 - p) if p < 1 else mask.zero_()
+
+    B, F = like.shape
+    masks = [
+        like.new_empty(x.times or 1, B, steps, x.size or F) if x.is_active else None
+        for x in dropouts
+    ]
+    active = [(x, mask) for x, mask in zip(dropouts, masks) if mask is not None]
+    if like.is_cuda:  # for all steps at once
+        for dropout, mask in active:
+            draw(dropout, mask)
+    else:
+        for t in range(steps):
+            for dropout, mask in active:
+                for rows in mask:
+                    rows[:, t] = draw(dropout, rows.new_empty(B, rows.shape[-1]))
     return [
-        x[0] if x is not None and dropout.times is None else x
-        for dropout, x in zip(dropouts, stacked)
+        mask if mask is None or dropout.times is not None else mask[0]
+        for dropout, mask in zip(dropouts, masks)
     ]
 
 
