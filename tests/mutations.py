@@ -2369,7 +2369,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
             ("loop.clear(a, input);", ";"),
             ("if (masks.feed) fed = masked_rows(fed, *masks.feed);", ""),
         ],
-        "multiply_masked": [
+        "multiply_through": [
             ("loop.put_masked(product, *mask, t, out, adds);", "copy(product, out);"),
         ],
         "multiply_gradients_below": [("x.carried, 0, a.B, H, H)", "x.carried, 0, a.B, 0, H)")],

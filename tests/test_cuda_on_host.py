@@ -548,12 +548,14 @@ def test_launches_of_all_steps_at_once(recurrence, score, recurrent, at_once, li
         {"Tk": 530},
         {"terms": ("past",)},
         {"terms": ("stack",)},
+        *({"mode": "lstm", "recurrence": FEEDS, "terms": ("projection", x)}
+          for x in (*test_recurrent.MASKS, *test_recurrent.OUTPUTS)),
     ],
-)
+)  # fmt: skip
 def test_layers_that_run_step_by_step(change, recurrent, library):
     library.set_multiprocessors(1, 1 << 20)
     sizes = {"B": 3, "T": 2, "terms": ("projection",), **change}
-    case = test_recurrent.Case("gru", "attend_first", "dot", **sizes)
+    case = test_recurrent.Case(**{"mode": "gru", "recurrence": "attend_first", **sizes})
     library.take_launches()
     test_recurrent.RECURRENT(recurrent, test_recurrent.call(case))
     library.set_multiprocessors(0, 0)
@@ -578,6 +580,7 @@ def test_what_the_recurrent_layer_owes(recurrence, recurrent):
     for terms in ((), ("unread",)):
         test_recurrent.test_what_no_step_reads_changes_nothing(recurrence, terms, recurrent)
     test_recurrent.test_a_sequence_that_has_diverged_is_alone(recurrence, recurrent)
+    test_recurrent.test_layouts_change_nothing(recurrent)
     for mode in test_recurrent.GATES:
         test_recurrent.test_without_attention_it_is_pytorchs_layer(mode, recurrent)
 

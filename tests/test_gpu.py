@@ -110,6 +110,31 @@ def recurrent(leaves, backend, reads_contexts=True, has_history=False):
     return made.states, made.contexts if reads_contexts else None, made.attentional
 
 
+def recurrent_masks(leaves, backend):
+    x, hidden, weight_ih, weight_hh, bias, key, value, weight, weight_query, output, upper = leaves
+    (T, H), full = (x.shape[1], hidden.shape[-1]), x.new_full
+    call = RecurrentInputs(
+        x, hidden, weight_ih, weight_hh, bias_ih=bias, key=key, value=value, score_vector=weight,
+        weight_query=weight_query, weight_output=output, weight_ih_upper=upper, score="tanh",
+        weight_gate=full((Dv, H), 0.1), dropout_state=full((2, B, T, H), 0.5), zoneout=True,
+        dropout_between=full((1, B, T, H), 2.0), dropout_query=full((B, T, H), 2.0),
+        dropout_joined=full((B, T, Dv + H), 0.5), dropout_feed=full((B, T, 6), 2.0),
+        dropout_output=full((B, T, 6), 0.5), output_activation="identity", attends_first=False,
+    )  # fmt: skip
+    made = RECURRENT.differentiable(backend, call)
+    return made.states, made.contexts, made.attentional
+
+
+def masked_queries(leaves, backend):
+    x, hidden, weight_ih, weight_hh, key, value = leaves
+    mask = x.new_full((B, x.shape[1], hidden.shape[-1]), 0.5)
+    call = RecurrentInputs(
+        x, hidden, weight_ih, weight_hh, key=key, value=value, dropout_query=mask, scale=0.3
+    )
+    made = RECURRENT.differentiable(backend, call)
+    return made.states, made.contexts, made.queries
+
+
 def recurrent_leaves(keys=Tk, layers=()):
     x, _, value = memory(keys=keys)
     shapes = [
@@ -144,6 +169,12 @@ CALLS = {
     ),
     "recurrent, penalty": ("recurrent", partial(recurrent, has_history=True), recurrent_leaves),
     "recurrent, two layers": ("recurrent", recurrent, lambda: recurrent_leaves(layers=(2,))),
+    "recurrent, masks": ("recurrent", recurrent_masks, lambda: recurrent_leaves(layers=(2,))),
+    "recurrent, masked queries": (
+        "recurrent", masked_queries,
+        lambda: [leaf(B, Tq, A), leaf(B, 9), leaf(27, A + Dv), leaf(27, 9), leaf(B, Tk, 9),
+                 leaf(B, Tk, Dv)],
+    ),
 }  # fmt: skip
 
 

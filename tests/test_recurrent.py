@@ -405,6 +405,12 @@ CASES = [
         for more in (STACK, ("narrow",), PAST)
     ),
     *(
+        Case("lstm", x, "tanh", 3, 4, terms=(*terms, "zoneout", *MASKS, *OUTPUTS), seed=seed)
+        for x in RECURRENCES
+        for seed, terms in enumerate([PAST, STACK, (*EVERYTHING, *PAST), (*EVERYTHING, *STACK)])
+    ),
+    *(Case("gru", "input_feeding", "tanh", terms=(x, "biases")) for x in (*MASKS, *OUTPUTS)),
+    *(
         Case("gru", "input_feeding", "tanh", terms=(*EVERYTHING, *OUTPUTS), **{size: 0})
         for size in ("B", "T", "Tk", "Dv", "F")
     ),
@@ -440,7 +446,9 @@ def fuzz(seed: int, count: int, backend: str) -> Iterator[Case]:
         "unread",
         *STACK,
         *PAST,
-        *([] if backend == "cuda" else [*OUTPUTS, "narrow"]),
+        *OUTPUTS,
+        *(x for x in (*MASKS, "zoneout") if x not in STACK),
+        *([] if backend == "cuda" else ["narrow"]),
     )
     for _ in range(count):
         case = Case(
@@ -465,6 +473,24 @@ def test_fuzz(seed, backend):
     served(backend, torch.float32)
     for case in fuzz(seed, 16, backend):
         judge(case, backend)  # a failure prints the case
+
+
+def test_layouts_change_nothing(backend):
+    served(backend, torch.float64)
+    terms = (*EVERYTHING, *STACK, *MASKS, *OUTPUTS)
+    for recurrence in RECURRENCES:
+        case = Case("lstm", recurrence, "tanh", terms=terms, dtype=torch.float64)
+        args = call(case, DEVICE[backend])
+        turned = {
+            name: x.detach().movedim(-1, 0).contiguous().movedim(0, -1).requires_grad_()
+            for name, x in args._asdict().items()
+            if isinstance(x, Tensor) and x.is_floating_point() and x.dim() > 1
+        }
+        made, others = (
+            results(case, x, operator(backend)) for x in (args, args._replace(**turned))
+        )
+        for name, x in made.items():
+            torch.testing.assert_close(others.get(name, x), x, msg=name)
 
 
 @pytest.mark.parametrize(

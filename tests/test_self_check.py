@@ -336,12 +336,12 @@ def test_a_full_disk_keeps_no_part_of_a_file(folder, monkeypatch):
     assert list(folder.iterdir()) == []
 
 
-def test_products_in_tf32_are_as_exact_as_float16(monkeypatch):
-    gpu, exact = torch.device("cuda"), self_check.TOLERANCE[torch.float32]
-    half = self_check.TOLERANCE[torch.float16]
-    for allowed, precision in ((exact, "none"), (exact, "ieee"), (half, "tf32")):
-        monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", precision)
-        assert self_check._tolerance(REQUEST._replace(device=gpu)) == allowed
+def test_products_in_tf32_are_as_exact_as_float16():
+    exact, half = (self_check.TOLERANCE[x] for x in (torch.float32, torch.float16))
+    products, on_gpu = torch.backends.cuda.matmul, REQUEST._replace(device=torch.device("cuda"))
+    for allowed, precision in ((exact, "ieee"), (half, "tf32"), (exact, "none")):
+        products.fp32_precision = precision
+        assert self_check._tolerance(on_gpu) == allowed
         assert self_check._tolerance(REQUEST) == exact
 
 

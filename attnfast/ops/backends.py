@@ -126,7 +126,7 @@ class DispatchKey(NamedTuple):
     step: bool = False  # one query for each sequence: latency dominates
     filters: int = 0
     history: bool = False  # the attention of a recurrent layer has a history
-    layer_feature: str = ""  # one of LAYER_FEATURES: compared with the reference by itself
+    layer_feature: str = ""  # one of LAYER_FEATURES, or none of them
     score: str = "tanh"
 
 

@@ -78,7 +78,7 @@ class _Numbers:
         return self(*shape).softmax(-1)
 
     def masks(self, *shape: int) -> Tensor:
-        return 2 * torch.randint(2, shape, generator=self.generator).double()
+        return torch.randint(2, shape, generator=self.generator).double()
 
     def words(self, vocabulary: int, *shape: int) -> Tensor:
         return torch.randint(vocabulary, shape, generator=self.generator)
@@ -118,19 +118,17 @@ def _scores(request: DispatchKey) -> ScoreInputs:
 
 def _recurrent(request: DispatchKey) -> RecurrentInputs:
     x, (B, T, E, H, Tk, A, Dv) = _Numbers(), (3, 4, 6, 16, 11, 12, 10)
-    call = RecurrentInputs(
-        x(B, T, E), x(B, H), x(3 * H, E + Dv, scale=0.2), x(3 * H, H, scale=0.2),
-        bias_ih=x(3 * H), bias_hh=x(3 * H), key=x(B, Tk, A), value=x(B, Tk, Dv),
-        score_vector=x(A), weight_query=x(A, H, scale=0.2), lengths=torch.tensor([Tk, 7, 1]),
-        score="tanh",
-    )  # fmt: skip
     feature = request.layer_feature
-    if feature in (STACK, DROPS):
-        call = call._replace(
-            hidden=x(2, B, H), weight_hh=x(2, 3 * H, H, scale=0.2), bias_ih=x(2, 3 * H),
-            bias_hh=x(2, 3 * H), weight_ih_upper=x(1, 3 * H, H, scale=0.2),
-        )  # fmt: skip
-    if feature == GATE:
+    drops, layers = feature == DROPS, (2,) if feature in (STACK, DROPS) else ()
+    gates = (4 if drops else 3) * H
+    call = RecurrentInputs(
+        x(B, T, E), x(*layers, B, H), x(gates, E + Dv, scale=0.2), x(*layers, gates, H, scale=0.2),
+        cell=x(*layers, B, H) if drops else None, mode="lstm" if drops else "gru",
+        bias_ih=x(*layers, gates), bias_hh=x(*layers, gates), key=x(B, Tk, A), value=x(B, Tk, Dv),
+        weight_ih_upper=x(1, gates, H, scale=0.2) if layers else None, score_vector=x(A),
+        weight_query=x(A, H, scale=0.2), lengths=torch.tensor([Tk, 7, 1]), score="tanh",
+    )  # fmt: skip
+    if feature in (GATE, DROPS):
         call = call._replace(weight_gate=x(Dv, H, scale=0.2), bias_gate=x(Dv))
     if feature in (NO_TANH, DROPS):
         call = call._replace(
@@ -138,11 +136,12 @@ def _recurrent(request: DispatchKey) -> RecurrentInputs:
         )
     if feature == NO_TANH:
         call = call._replace(output_activation="identity")
-    if feature == DROPS:
+    if drops:  # with zoneout, which has more terms than dropout
         call = call._replace(
-            dropout_state=x.masks(2, B, T, H), dropout_between=x.masks(1, B, T, H),
-            dropout_query=x.masks(B, T, H), dropout_joined=x.masks(B, T, Dv + H),
-            dropout_feed=x.masks(B, T, Dv), dropout_output=x.masks(B, T, Dv),
+            dropout_state=x.masks(2, B, T, H), dropout_cell=x.masks(2, B, T, H), zoneout=True,
+            dropout_between=x.masks(1, B, T, H), dropout_query=x.masks(B, T, H),
+            dropout_joined=x.masks(B, T, Dv + H), dropout_feed=x.masks(B, T, Dv),
+            dropout_output=x.masks(B, T, Dv),
         )  # fmt: skip
     if request.history:
         zeros = torch.zeros(B, Tk, dtype=torch.float64)

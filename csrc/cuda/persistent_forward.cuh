@@ -69,7 +69,7 @@ __device__ void run_cells(const PersistentForward& a, const BlockBuffers& buffer
       .state_products = {at<float>(products, 0, a.first_gate), products.stride},
       .before = t ? rows_of_step(a.states, t - 1) : a.hidden,
       .cell_before = t ? rows_of_step(a.cells, t - 1) : a.first_cell,
-      .masks = {{a.mask}, a.seen.data ? 1 : 0},
+      .masks = {{a.mask}, 1},
       .state = rows_of_step(a.states, t),
       .cell = rows_of_step(a.cells, t),
       .gates = rows_of_step(a.saved_gates, t),

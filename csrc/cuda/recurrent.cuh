@@ -109,7 +109,8 @@ __device__ void run_unit(const CellStep& a, int64_t b, int64_t i, const UnitInpu
   }
   Unit<C> u = cell_forward<K, C, Math, C>(sums, in.state, in.cell);
   if (a.dropout_state.data) u.state = dropped(u.state, in.state, *at<C>(a.dropout_state, b, i), a.zoneout);
-  if (a.dropout_cell.data) u.cell = dropped(u.cell, in.cell, *at<C>(a.dropout_cell, b, i), a.zoneout);
+  if constexpr (K == Cell::lstm)
+    if (a.dropout_cell.data) u.cell = dropped(u.cell, in.cell, *at<C>(a.dropout_cell, b, i), a.zoneout);
   if (a.target_lengths && a.t >= a.target_lengths[b]) u = Unit<C>{};
   *at<C>(a.state, b, i) = u.state;
   if constexpr (K == Cell::lstm) *at<C>(a.cell, b, i) = u.cell;
@@ -165,10 +166,11 @@ __device__ void run_unit_backward(const CellStepBackward& a, int64_t b, int64_t 
       past_state = 0;
     C cell = read<C>(a.cell, b, i), state = *at<C>(a.state, b, i);
     g += *at<C>(a.grad_state, b, i);
-    if (a.dropout_cell.data) {
-      cell = gates[1] * cell_before + gates[0] * gates[2];  // before the dropout
-      take_through(*at<C>(a.dropout_cell, b, i), a.zoneout, grad_cell, past_cell);
-    }
+    if constexpr (K == Cell::lstm)
+      if (a.dropout_cell.data) {
+        cell = gates[1] * cell_before + gates[0] * gates[2];  // before the dropout
+        take_through(*at<C>(a.dropout_cell, b, i), a.zoneout, grad_cell, past_cell);
+      }
     if (a.dropout_state.data) {
       const C factor = *at<C>(a.dropout_state, b, i);
       take_through(factor, a.zoneout, g, past_state);
@@ -248,9 +250,9 @@ struct Feed {
   Rows2 attentional;  // out, like these
 };
 
-// Compute the attentional vector, tanh of the contributions of context and state or their sum,
-// including the context's product: for a tile of sequences and features, as if they were a score's
-// queries and keys.
+// Compute the attentional vector: the contributions of context and state are added, and if it has a tanh
+// that is applied. The context's product is computed here, for a tile of sequences and features as if
+// they were a score's queries and keys.
 template <class C>
 __global__ void __launch_bounds__(kThreads) feed(const Feed a) {
   __shared__ Staged<C> staged;

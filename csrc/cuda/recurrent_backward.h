@@ -230,9 +230,10 @@ class BackwardLoop {
     return torch::stable::sum(matrix(x), std::vector<int64_t>{0}, false);
   }
 
-  // Compute out = a b times step t of a mask from its first column on, added to out if `adds`.
-  void multiply_masked(const Tensor& out, const Tensor& from, const Tensor& weight, const Optional& mask,
-                       int64_t t, bool adds) {
+  // Compute the product of gradients and a weight, times the first columns of step t of a mask if that is
+  // given, and add it to out if `adds`.
+  void multiply_through(const Tensor& out, const Tensor& from, const Tensor& weight, const Optional& mask,
+                        int64_t t, bool adds) {
     if (!mask) return multiply(out, from, weight, adds);
     const Tensor product = loop.room({out.size(1)});
     multiply(product, from, weight, false);
@@ -241,7 +242,7 @@ class BackwardLoop {
 
   // Compute the gradient of the vector that step t is fed, or add it.
   void reach_fed(int64_t t, const Tensor& out, bool adds) {
-    multiply_masked(out, step(layers[0].of_inputs, t, 0, gates), of_fed, masks.feed, t, adds);
+    multiply_through(out, step(layers[0].of_inputs, t, 0, gates), of_fed, masks.feed, t, adds);
   }
 
   // Run the backward of the attentional vector of step t.
@@ -250,8 +251,8 @@ class BackwardLoop {
     loop.run(a.F, kernels, a.F, a.output_tanh, loop.at(attentional, t), loop.at(dropout_output, t),
              loop.at(grad_attentional, t), loop.at(state_products, t + 1, of.output));
     if (!projected)
-      multiply_masked(step(grad_contexts, t, 0, a.Dv), step(state_products, t + 1, of.output, a.F),
-                      *of_context, masks.joined, t, true);
+      multiply_through(step(grad_contexts, t, 0, a.Dv), step(state_products, t + 1, of.output, a.F),
+                       *of_context, masks.joined, t, true);
   }
 
   // Run attention's backward at step t and store into row `to` of `state_products`.
@@ -287,9 +288,9 @@ class BackwardLoop {
 
   // Compute the gradient of a layer's state at step t from the layer above.
   void reach_below(int64_t number, int64_t t) {
-    multiply_masked(step(layers[number].reaching, 0, 0, H), step(layers[number + 1].of_inputs, t, 0, gates),
-                    of_layer(*given.weight_ih_upper, number, true), of_layer(dropout_between, number, true),
-                    t, false);
+    multiply_through(
+        step(layers[number].reaching, 0, 0, H), step(layers[number + 1].of_inputs, t, 0, gates),
+        of_layer(*given.weight_ih_upper, number, true), of_layer(dropout_between, number, true), t, false);
   }
 
   // Return the gradients that reach a layer's state before step t. `asks`: a query is the state itself.
@@ -297,7 +298,7 @@ class BackwardLoop {
     const BackwardLayer& x = layers[number];
     const bool is_last = number + 1 == a.layers;
     Masks of_copies = x.mask ? Masks{{loop.at(x.mask)}, 1} : Masks{};
-    if (is_last) of_copies = masks.before(loop, a, t);
+    if (is_last) of_copies = masks.before(loop, of, a, t);
     return {matrix_rows(x.carried), of_copies, asks ? loop.at(x.reaching, 0) : Rows2{}};
   }
   // Return true if the gradient of a query is that of the state itself.
@@ -360,22 +361,19 @@ class BackwardLoop {
   // Compute the gradients of the parameters that multiply a state, and of the columns of W_o for the
   // context.
   void multiply_states(const Optional& of_output) {
-    const Tensor seen = loop.room({a.T + 1, of.copies * H});
+    std::vector<Tensor> seen;  // the copies of the states before all steps, and after the last
     for (int64_t n = 0; n < of.copies; ++n) {
-      copy(last().hidden, step(seen, 0, n * H, H));
-      copy(last().states, steps(seen, 1, a.T, n * H, H));
+      seen.push_back(loop.room({a.T + 1, H}));
+      copy(last().hidden, step(seen[n], 0, 0, H));
+      copy(last().states, steps(seen[n], 1, a.T, 0, H));
     }
-    const auto copies = [&](int64_t number, int64_t from, int64_t count) {
-      return steps(seen, from, count, number * H, H);
-    };
-    if (masks.dropout) scale_steps(copies(of.of_gates, 0, a.T + 1), *masks.dropout);
-    if (masks.query) scale(copies(of.of_query, a.attends_first ? 0 : 1, a.T), *masks.query);
-    if (masks.joined) scale(copies(of.of_output, 1, a.T), steps(*masks.joined, 0, a.T, a.Dv, H));
-    const Tensor all = empty(loop.fit.device(), {of.all, of.copies * H}, loop.fit.dtype);
-    multiply(all, turned(matrix(state_products)), matrix(seen), false);
+    if (masks.dropout) scale_steps(seen[of.of_gates], *masks.dropout);
+    if (masks.query) scale(steps(seen[of.of_query], a.attends_first ? 0 : 1, a.T, 0, H), *masks.query);
+    if (masks.joined) scale(steps(seen[of.of_output], 1, a.T, 0, H), steps(*masks.joined, 0, a.T, a.Dv, H));
     const Tensor sums = sum_of_rows(state_products);
     const auto put = [&](int64_t first, int64_t number, const Tensor& weight, const Tensor& bias) {
-      copy(block(all, first, weight.size(0), number * H, H), weight);
+      const Tensor through = block(matrix(state_products), 0, a.B * (a.T + 1), first, weight.size(0));
+      multiply(weight, turned(through), matrix(seen[number]), false);
       if (bias.numel()) copy(strided(sums, {bias.size(0)}, {1}, first), bias);
     };
     const int64_t number = a.layers - 1;

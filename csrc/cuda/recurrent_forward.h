@@ -29,7 +29,7 @@ class ForwardLoop {
   const StateMasks masks;
   const int64_t H, gates;
   const Tensor weight_ih;
-  const Optional of_context, projected, dropout_output, dropout_between;
+  const Optional first_fed, of_context, projected, dropout_output, dropout_between;
   const Tensor of_fed, state_weight, state_products, log_sum_exp, losses;
   std::vector<ForwardLayer> layers;
   const ForwardLayer& last() const { return layers.back(); }
@@ -39,7 +39,7 @@ class ForwardLoop {
       : given(given), loop(given, launch), a(layer_of<RecurrentForward>(given, loop)),
         made(results_of(given, loop.fit, a)), of(given, a), masks(loop, given, a), H(a.H),
         gates(gates_of(a.cell) * H), weight_ih(packed(given.weight_ih)),
-        of_context(context_columns(given.weight_output, a)),
+        first_fed(loop.side_by_side(given.feed)), of_context(context_columns(given.weight_output, a)),
         projected(project_values(given, loop, a, of_context)),
         dropout_output(loop.side_by_side(given.dropout_output)),
         dropout_between(loop.side_by_side(given.dropout_between)),
@@ -98,7 +98,7 @@ class ForwardLoop {
 
   // Return the masks of the copies of a layer's state before step t.
   Masks masks_of(const ForwardLayer& x, int64_t number, int64_t t) const {
-    if (number + 1 == a.layers) return masks.before(loop, a, t);
+    if (number + 1 == a.layers) return masks.before(loop, of, a, t);
     return x.mask ? Masks{{loop.at(x.mask)}, 1} : Masks{};
   }
 
@@ -109,7 +109,7 @@ class ForwardLoop {
     for (int64_t t = 0; t < a.T; ++t) {
       if (a.attends && a.attends_first) attend(t, t);
       const Tensor& all_fed = of_context ? made.attentional : made.contexts;
-      Optional fed = given.feed;
+      Optional fed = first_fed;
       if (a.attends && (a.attends_first || t)) fed = step(all_fed, a.attends_first ? t : t - 1, 0, a.F);
       if (fed) multiply(step(layers[0].sums, t, 0, gates), loop.masked(*fed, masks.feed, t), of_fed, true);
       for (int64_t number = 0; number < a.layers; ++number) {
@@ -125,7 +125,6 @@ class ForwardLoop {
   // Run all steps in one launch if the kernel supports the layer; return true if so.
   bool run_at_once() {
     if (!runs_at_once(a) || (of_context && !projected)) return false;
-    const Optional feed = loop.side_by_side(given.feed);
     PersistentForward call{persistent_layer(a, of, state_products)};
     call.attends = a.attention;
     call.added = of_context ? loop.view_at(state_products, 1, of.output) : View{};
@@ -139,7 +138,7 @@ class ForwardLoop {
     call.fed = view(of_context ? made.attentional : made.contexts);
     call.hidden = matrix_rows(last().hidden);
     call.first_cell = loop.at(last().cell);
-    call.feed = loop.at(feed);
+    call.feed = loop.at(first_fed);
     call.bias_ih = {a.bias_ih.data, 0};
     call.mask = loop.at(last().mask);
     call.seen = loop.at(last().seen);

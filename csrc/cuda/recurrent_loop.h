@@ -92,9 +92,10 @@ Rows2 matrix_rows(const Tensor& x) { return {data_or_sentinel(x), x.stride(0)}; 
 // multiplies one of the copies of a state.
 struct StateParameters {
   int64_t gates, output, context_gate, all;  // first columns after the query's, and the total number
-  int64_t copies = 1;                        // of a state in a row, of which
-  int64_t of_gates, of_query, of_output;     // weight_hh, the query and the output multiply these
-  Tensor weight, bias;                       // [all, copies H], [all]
+  int64_t copies = 1;                        // of a state in a row; the first is the state itself
+  // The copies that weight_hh, the query and the context's gate, and the output multiply.
+  int64_t of_gates, of_query, of_output;
+  Tensor weight, bias;  // [all, copies H], [all]
 
   template <class Arguments>
   StateParameters(const Arguments& given, const Layer& a)
@@ -239,7 +240,8 @@ Optional project_values(const Arguments& given, const Loop& loop, const Layer& a
   return out;
 }
 
-// The masks of the last layer's states, side by side, and of the fed vectors.
+// The masks of the copies of the last layer's state, of contexts (in `joined`) and of fed vectors, each
+// contiguous.
 struct StateMasks {
   Optional dropout, query, joined, feed;
 
@@ -250,14 +252,15 @@ struct StateMasks {
 
   // Return the masks of the copies of the state before step t.
   template <class Loop>
-  Masks before(const Loop& loop, const Layer& a, int64_t t) const {
+  Masks before(const Loop& loop, const StateParameters& of, const Layer& a, int64_t t) const {
     const auto of_step = [&](const Optional& x, int64_t at, int64_t first) {
       return 0 <= at && at < a.T ? loop.at(x, at, first) : Rows2{};
     };
     Masks out;
-    if (dropout) out.rows[out.count++] = loop.at(dropout);
-    if (query) out.rows[out.count++] = of_step(query, a.attends_first ? t : t - 1, 0);
-    if (joined) out.rows[out.count++] = of_step(joined, t - 1, a.Dv);
+    out.count = of.copies - 1;
+    if (dropout) out.rows[of.of_gates - 1] = loop.at(dropout);
+    if (query) out.rows[of.of_query - 1] = of_step(query, a.attends_first ? t : t - 1, 0);
+    if (joined) out.rows[of.of_output - 1] = of_step(joined, t - 1, a.Dv);
     return out;
   }
 };
@@ -288,7 +291,8 @@ bool runs_at_once(const Layer& a) {
                                 &a.dropout_feed,   &a.weight_gate,   &a.dropout_joined};
   for (const View* x : others)
     if (x->data) return false;
-  const bool plain = a.attends && !has_history(a.attention) && a.layers == 1 && a.output_tanh;
+  const bool has_tanh = a.output_tanh || !a.output_dim;
+  const bool plain = a.attends && !has_history(a.attention) && a.layers == 1 && has_tanh;
   return plain && a.dtype == Dtype::f32 && a.T && 0 < a.B && a.B <= kMostSequences;
 }
 
