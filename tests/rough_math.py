@@ -57,7 +57,8 @@ def log2(x: np.ndarray) -> np.ndarray:
 
 
 def exp(x: np.ndarray) -> np.ndarray:
-    return exp2(x * LOG2_E) if x.dtype == np.float32 else np.exp(x)
+    with np.errstate(over="ignore"):  # to infinity, whose power is 0 or infinity
+        return exp2(x * LOG2_E) if x.dtype == np.float32 else np.exp(x)
 
 
 def log(x: np.ndarray) -> np.ndarray:
