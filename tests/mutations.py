@@ -2223,14 +2223,14 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         "__launch_bounds__": [
             ("if (out - out == 0) return;", "return;"),
             ("factor != 0) sum += factor *", "true) sum += factor *"),
-            ("before += more;", ""),
+            ("position = fmin(position, block.position);", "position = block.position;"),
             ("const C shift = top == -INFINITY ? 0 : top;", "const C shift = top;"),
         ],
     },
-    ("csrc/cuda/attention_products.h", CUDA.format("table or owes")): {
+    ("csrc/cuda/attention_products.h", CUDA.format("products or owes")): {
         "run_backward": [("rest.grad_value = View{};", "rest.grad_score_given = false;")],
-        "multiplies": [("together(a) &&", "")],
-        "multiplies_values": [("even(a, a.grad_context) &&", "")],
+        "multiplies": [("return even(a, x) &&", "return")],
+        "multiplies_keys": [("dense(a, a.grad_key, a.Tk, a.A);", "true;")],
         "multiply": [("0., x.scale));", "0., 1.));")],
     },
     ("csrc/cuda/attention.cuh", CUDA.format("parts")): {

@@ -189,6 +189,28 @@ def test_parts_are_joined_by_a_launch_of_their_own(host, library, places):
     assert library.take_launches() == (1 if places == 1 else 2)
 
 
+#: Products by PyTorch in every layout, where it takes them.
+PRODUCTS = [
+    Case(score, 2, 9, 40, 64, 72, H=3, terms=terms, layout=layout, dtype=dtype)
+    for score, terms, dtype in (
+        ("dot", (), torch.float32), ("dot", ("lengths", "mask", "bias"), torch.float64),
+        ("tanh", ("lengths",), torch.float32),
+    )
+    for layout in (*attention_cases.LAYOUTS, "time first")
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", PRODUCTS, ids=test_attention.name)
+def test_products_in_every_layout(case, host, monkeypatch):
+    test_attention.judge(case, host)
+    monkeypatch.setattr(test_statistics, "runnable", lambda *_: True)
+    test_statistics.judge(case, host)
+
+
+def test_the_position_is_the_first_of_the_largest(host):
+    test_statistics.test_the_position_is_the_first_of_the_largest(9, 64, host)
+
+
 @pytest.mark.parametrize(
     ("score", "Tq", "A", "forward", "backward"),
     [
@@ -286,7 +308,7 @@ def test_what_statistics_owe(host, monkeypatch):
     monkeypatch.setattr(test_statistics, "runnable", lambda *_: True)
     for span, position in test_statistics.SPANS:
         test_statistics.test_spans(span, position, 2, host)
-    test_statistics.test_the_position_is_the_first_of_the_largest(host)
+    test_statistics.test_the_position_is_the_first_of_the_largest(5, 4, host)
     for Tq in (1, 2):
         test_statistics.test_rows_that_see_nothing(Tq, host)
         for low, high in ((-100, -100), (test_statistics.LOW, 0.0), (-3e38, 3e38)):
@@ -406,7 +428,8 @@ def test_what_every_backend_owes(score, host):
     test_attention.test_offsets_past_two_to_the_31(score, host)
     test_attention.test_results_do_not_depend_on_what_is_asked(600, host)
     test_attention.test_half_inputs_of_256(host)
-    test_attention.test_scale_multiplies_the_query((3, 5, 8, 8), ("bias",), host)
+    for size in ((3, 5, 8, 8), (9, 20, 64, 8)):
+        test_attention.test_scale_multiplies_the_query(size, ("bias",), host)
 
 
 @pytest.mark.parametrize("factor", [1e4, -5e4])

@@ -71,6 +71,7 @@ def test_the_cuda_library_finds_its_symbols(tmp_path):
     source = """extern "C" {
         int aoti_torch_get_current_cuda_stream(int, void**) { return 1; }
         int aoti_torch_cuda_addmm_out(void*, void*, void*, void*, double, double) { return 1; }
+        int aoti_torch_cuda_baddbmm_out(void*, void*, void*, void*, double, double) { return 1; }
     }"""
     command = [os.environ.get("CXX") or "g++", "-shared", "-fPIC", "-x", "c++", "-", "-o", stand_in]
     subprocess.run([*command, f"-Wl,-soname,{stand_in.name}"], input=source, text=True, check=True)

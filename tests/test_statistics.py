@@ -173,22 +173,23 @@ def test_a_span_for_each_head(backend):
     check(case, got, oracle_of(case, seen, NAMES), losses(case, seen, NAMES))
 
 
-def attended(scores, backend, **options):
+def attended(scores, backend, features=4, **options):
     """Return the result of attention with the scores ``[B, Tq, Tk]``."""
     B, Tq, Tk = scores.shape
     device = DEVICE[backend]
-    query, key = torch.zeros(B, Tq, 4, device=device), torch.zeros(B, Tk, 4, device=device)
+    query, key = (torch.zeros(B, n, features, device=device) for n in (Tq, Tk))
     options = {"bias": scores.to(device), "backend": backend, **options}
     return attnfast.dot_attention(query, key, key, need_statistics=True, **options)
 
 
-def test_the_position_is_the_first_of_the_largest(backend):
-    scores = torch.randn(3, 5, 90, generator=torch.Generator().manual_seed(0))
+@pytest.mark.parametrize(("Tq", "features"), [(5, 4), (9, 64)])
+def test_the_position_is_the_first_of_the_largest(Tq, features, backend):
+    scores = torch.randn(3, Tq, 90, generator=torch.Generator().manual_seed(0))
     want = scores.argmax(-1)
     want[0, 0] = 7
     scores[0, 0, [7, 23, 50, 55, 89]] = 9.0  # of a vector's lane, and of others
     for options in ({}, {"need_weights": True}, {"span": Span(causal=True), "position": 90}):
-        rows = attended(scores, backend, **options).statistics
+        rows = attended(scores, backend, features, **options).statistics
         assert rows.argmax.dtype == torch.int64 and not rows.argmax.requires_grad
         assert torch.equal(rows.argmax.cpu(), want)
     rows = attended(scores[:, :1], backend).statistics

@@ -37,6 +37,7 @@ from attnfast.ops.backends import (
     BACKENDS,
     DROPS,
     GATE,
+    HALF,
     LAYER_FEATURES,
     NO_TANH,
     PACKAGE,
@@ -85,12 +86,13 @@ class _Numbers:
 
 
 def _attention(request: DispatchKey) -> AttentionInputs:
+    x, (B, Tk, A, Dv) = _Numbers(), (2, 37, 24, 72)  # PyTorch multiplies 72
     dot = request.score == "dot"
-    x, (B, Tk, A, Dv) = _Numbers(), (2, 37, 72 if dot else 24, 20)  # PyTorch multiplies 72
     return AttentionInputs(
         x(B, 1 if request.step else 9, A), x(B, Tk, A), x(B, Tk, Dv),
         score_vector=None if dot else x(A), bias=x(B, 1, Tk), lengths=torch.tensor([Tk, 20]),
         scale=A**-0.5 if dot else 1.0, score=request.score, need_weights=True,
+        need_statistics=request.dtype not in HALF,  # which may have another largest weight
     )  # fmt: skip
 
 
@@ -179,6 +181,8 @@ OPERATORS: dict[str, tuple[Any, Callable[[DispatchKey], Any]]] = {
         (LINEAR, _linear),
     )
 }
+#: The operators that use PyTorch's products on a GPU.
+_MULTIPLIED = {"attention", "recurrent", "search"}
 #: Inputs that have the accumulation dtype.
 _ACCUMULATED = {"filters", "projection", "penalty", "coverage", "previous"}
 
@@ -302,9 +306,13 @@ def _compare(backend: str, request: DispatchKey) -> Comparison:
 
 def _tolerance(request: DispatchKey) -> float:
     """Return the largest relative error: PyTorch's products may be in TF32, as exact as float16."""
-    products = torch.backends.cuda.matmul.fp32_precision if request.device.type == "cuda" else ""
-    is_rounded = request.dtype == torch.float32 and products == "tf32"
+    is_rounded = request.device.type == "cuda" and request.operator in _MULTIPLIED
+    is_rounded &= request.dtype == torch.float32 and _products_of_gpu() == "tf32"
     return TOLERANCE[torch.float16 if is_rounded else request.dtype]
+
+
+def _products_of_gpu() -> str:
+    return torch.backends.cuda.matmul.fp32_precision
 
 
 def _distance(a: Tensor, b: Tensor) -> float:
@@ -331,6 +339,7 @@ def identity(device: torch.device) -> list[str]:
     if device.type == "cuda":
         parts.append(torch.cuda.get_device_name(device))
         parts.append(str(torch.cuda.get_device_capability(device)))
+        parts.append(_products_of_gpu())
         files = ["/proc/driver/nvidia/version", "/sys/module/amdgpu/version"]
     else:
         files = ["/proc/cpuinfo"]

@@ -189,17 +189,20 @@ __global__ void __launch_bounds__(kThreads) normalise(const Forward a) {
   mass = of_blocks<Add>(mass, turn);
   if (a.statistics.data && threadIdx.x < 32) {
     Described<C> row = {};
-    C before = 0;
+    C before = 0, position = INFINITY;
     for (int64_t first = 0; first < n; first += 32) {
       const int64_t j = first + threadIdx.x;
       const C s[] = {j < n ? scores[j] : -INFINITY}, p[] = {exp(s[0] - shift)};
       const C more = of_warp<Add>(p[0]);
-      join(row, shift, before, describe(s, p, shift, more, C(j)), shift, more);
+      const Described<C> block = describe(s, p, shift, more, C(j));
+      position = fmin(position, block.position);  // all blocks have the same top
+      join(row, shift, before, block, shift, more);
       before += more;
     }
+    row.position = position;
     if (threadIdx.x == 0) put_statistics(a, tile, tile.row, top, mass, row);
   }
-  __syncthreads();  // one warp reads the scores of all
+  __syncthreads();  // the scores of all have been read
   finish_row(a, tile, tile.row, Seen{0, n, 0}, top, mass, threadIdx.x, kThreads);
 }
 

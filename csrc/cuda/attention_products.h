@@ -1,5 +1,5 @@
-// Attention over whole targets by PyTorch's GEMM, which is faster than our products: all products of dot
-// scores, and in the backward of the others those with values.
+// Matrix products of attention over whole targets by PyTorch's GEMM, which is faster than ours: those of
+// dot scores whose weights are returned, and in the backward of all scores those with values.
 #pragma once
 #include "../launch_attention.h"
 #include "attention.cuh"
@@ -26,19 +26,26 @@ void multiply_seen(const Problem& a, const MatrixProduct& x, const Launch& launc
   else launch(drop_hidden<float>, rows, parts, a, x);
 }
 
-// Return true if PyTorch multiplies the matrices of a forward.
+constexpr int64_t kLibraryKeys = 8192;  // of a row that `normalise` takes, at most
+
+// Return true if PyTorch takes the products of these matrices, among others.
+bool multiplies(const Problem& a, std::initializer_list<View> matrices) {
+  const auto takes = [&](const View& x) {
+    return even(a, x) && x.row <= std::numeric_limits<int32_t>::max();
+  };
+  return fits_library(a) && std::min({a.Tk, a.A, a.Dv}) > 0 && std::ranges::all_of(matrices, takes);
+}
 bool multiplies(const Forward& a) {
-  return !a.score_vector.data && a.weights.data && fits_library(a) && together(a) &&
-         dense(a, a.context, a.Tq, a.Dv);
+  return a.score == Score::dot && a.weights.data && a.Tk <= kLibraryKeys &&
+         multiplies(a, {a.query, a.key, a.value}) && dense(a, a.context, a.Tq, a.Dv);
 }
-// Return true if it multiplies those of a backward: with values, and with queries and keys.
+// The products of a backward with values, and those with queries and keys.
 bool multiplies_values(const Backward& a) {
-  return fits_library(a) && even(a, a.value) && even(a, a.grad_context) &&
-         dense(a, a.grad_value, a.Tk, a.Dv);
+  return multiplies(a, {a.value, a.grad_context}) && dense(a, a.grad_value, a.Tk, a.Dv);
 }
-bool multiplies_keys(const Backward& a) {
-  return !a.score_vector.data && even(a, a.query) && even(a, a.key) && dense(a, a.grad_query, a.Tq, a.A) &&
-         dense(a, a.grad_key, a.Tk, a.A);
+bool multiplies_keys(const Backward& a) {  // a scale of 0 would hide NaN
+  return a.score == Score::dot && a.scale != 0 && multiplies(a, {a.query, a.key}) &&
+         dense(a, a.grad_query, a.Tq, a.A) && dense(a, a.grad_key, a.Tk, a.A);
 }
 
 // `added` is for a single step only; see put_context.

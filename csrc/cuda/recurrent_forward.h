@@ -254,6 +254,7 @@ class ForwardLoop {
   void multiply_weights() {
     Backward sum = {a.attention};
     sum.score = Score::dot;
+    sum.score_vector = View{};
     sum.scale = 1;
     sum.Tq = a.T;
     sum.A = a.Dv;
