@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import gc
 import os
+import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -99,5 +101,10 @@ def join_processes(device: torch.device) -> Iterator[Processes]:
     dist.init_process_group(backend, timeout=datetime.timedelta(hours=24))
     try:
         yield Processes(dist.get_rank(), count, device)
+    except BaseException as error:
+        # Their frames hold the model, and it the group, whose threads must end before Python does.
+        traceback.clear_frames(error.__traceback__)
+        raise
     finally:
+        gc.collect()
         dist.destroy_process_group()
