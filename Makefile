@@ -19,10 +19,9 @@ demo: .venv/installed
 	$(BIN)/attnfast demo
 
 # Two files of tests at a time. The second run takes the oldest Triton that pyproject.toml claims, for
-# the oldest GPUs, and exponentials and quotients as rough as a GPU's; tables of cases and searches run
-# there alone.
+# the oldest GPUs, and exponentials and quotients as rough as a GPU's; tables of cases run there alone.
 test test-python: ELSEWHERE := sm_80 or sm_100 or gfx942
-test test-python: ROUGH := triton and (test_search or test_table and not test_span)
+test test-python: ROUGH := triton and test_table and not test_span
 # Without what concerns compiled code alone.
 test-python: LEFT_OUT := $(patsubst %,--ignore tests/test_%.py,cuda_build cuda_on_host triton_compile aarch64)
 test: .venv/cuda
@@ -30,7 +29,7 @@ test test-python: .venv/installed .venv/oldest-triton integrations
 	$(BIN)/pytest -q $(TWO) $(LEFT_OUT) --ignore tests/test_docs_site.py \
 	  -k "not (triton_compile and ($(ELSEWHERE))) and not ($(ROUGH)) and not sanitizers"
 	OMP_NUM_THREADS=1 PYTHONPATH=tests:.venv/oldest-triton $(BIN)/pytest -q $(TWO) $(LEFT_OUT) -p rough_math tests \
-	  -k "triton and (table or vanish or large or sm_80 or test_search) and not test_span"
+	  -k "triton and (table or vanish or large or sm_80) and not test_span"
 
 # Triton's kernels for every target, in three minutes; CUDA's on the host under sanitizers are
 # part of `make sanitize`.
