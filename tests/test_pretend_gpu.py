@@ -23,7 +23,8 @@ OPTIONS = ["-q", "-p", "no:cacheprovider", "-p", "pretend_gpu"]
 ELSEWHERE = "compile or opcheck or gradcheck or forward_mode or fuzz or relu"
 #: Searches and translators that take the way of others, with another score.
 ALIKE = "local- or general or scaled or concat or cosine or multihead or predictive"
-ALIKE += " or location or none or prior or initial or forward or bahdanau-beam or coverage-beam"
+ALIKE += " or translates and (location or none or prior or initial or forward)"
+ALIKE += " or one_graph and (bahdanau-beam or coverage-beam)"
 
 
 def pretend(*arguments: str) -> subprocess.CompletedProcess:
