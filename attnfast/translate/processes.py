@@ -102,7 +102,8 @@ def join_processes(device: torch.device) -> Iterator[Processes]:
     try:
         yield Processes(dist.get_rank(), count, device)
     except BaseException as error:
-        # Their frames hold the model, and it the group, whose threads must end before Python does.
+        # The error's frames hold the model, and the model holds the group, whose threads must end
+        # before Python does.
         traceback.clear_frames(error.__traceback__)
         raise
     finally:
