@@ -69,6 +69,9 @@ class OnGpu(Tensor):
     def __repr__(self):
         return f"OnGpu({self.cpu_tensor})"
 
+    def data_ptr(self):
+        return self.cpu_tensor.data_ptr()
+
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         namespace, name = func._schema.name.split("::")
@@ -244,6 +247,7 @@ for name, stand_in in {
     "synchronize": lambda *_: None,
 }.items():
     setattr(torch.cuda, name, stand_in)
+torch.cuda.graphs._graph_pool_handle = lambda: (0, 0)
 encoders.pack_padded_sequence = encoders.pad_packed_sequence = unpacked
 torch.optim.Optimizer._accelerator_graph_capture_health_check = lambda _: None  # asks the driver
 torch.backends.cudnn.is_acceptable = lambda _: False

@@ -238,6 +238,42 @@ def test_work_waits_on_its_own_stream(call):
     same(got, want)
 
 
+class Decoder(torch.nn.Module):
+    """A recurrent layer that prepares its own source; on a GPU a stack runs step by step."""
+
+    def __init__(self, num_layers):
+        super().__init__()
+        attention = attnfast.nn.BahdanauAttention(12, 9, 8)
+        self.layer = attnfast.nn.AttentionLSTM(
+            6, 12, 9, attention, recurrence="attend_last", num_layers=num_layers, query_layer="last"
+        )
+
+    def forward(self, embedded, source):
+        return self.layer(embedded, self.layer.prepare(source)).output
+
+
+def judge_graphs(capture, num_layers):
+    """Compare training steps of a decoder whose forward and backward replay graphs."""
+    torch.manual_seed(0)
+    plain, same = Decoder(num_layers).cuda(), Decoder(num_layers).cuda()
+    same.load_state_dict(plain.state_dict())
+    graphed = capture(same, lambda: (leaf(B, Tq, 6), leaf(B, Tk, 9)))
+    for _ in range(3):
+        inputs = leaf(B, Tq, 6), leaf(B, Tk, 9)
+        found = []
+        for model in (plain, graphed):
+            output = model(*inputs)
+            leaves = [*inputs, *model.parameters()]
+            found.append([output.clone(), *torch.autograd.grad(output.square().sum(), leaves)])
+        for got, want in zip(*found):
+            torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("num_layers", [1, 2])
+def test_a_layer_as_a_graphed_callable(num_layers):
+    judge_graphs(lambda x, inputs: torch.cuda.make_graphed_callables(x, inputs()), num_layers)
+
+
 @pytest.mark.parametrize("score", ["additive", "dot"])
 def test_more_sequences_than_a_grid_has_rows(score, backend):
     if backend in ("reference", "cpu"):
@@ -319,3 +355,17 @@ def test_8_bits_are_for_cpus():
         InputError, match="int8 needs a search in one operator, but the model is on"
     ):
         greedy_search(model, source, lengths, int8=True)
+
+
+@pytest.mark.parametrize("num_layers", [1, 2])
+def test_compiled_with_less_overhead(num_layers):
+    """``torch.compile`` captures graphs of a layer, and replays them."""
+    replays = []
+    replay = torch.cuda.CUDAGraph.replay
+    with mock.patch.object(
+        torch.cuda.CUDAGraph, "replay", lambda graph: replays.append(1) or replay(graph)
+    ):
+        judge_graphs(
+            lambda x, _: torch.compile(x, mode="reduce-overhead", fullgraph=True), num_layers
+        )
+    assert len(replays) > 1

@@ -42,7 +42,7 @@ def pretend(*arguments: str) -> subprocess.CompletedProcess:
 @pytest.mark.parametrize(
     ("files", "selection"),
     [
-        (["test_gpu.py"], f"not reference and not ({ALIKE})"),
+        (["test_gpu.py"], f"not reference and not compiled and not ({ALIKE})"),
         (
             [f"test_{x}.py" for x in ("attention", "span", "coverage", "copying", "memory")],
             f"cuda and not ({ELSEWHERE})",  # to Python triton is the same
