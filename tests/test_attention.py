@@ -107,6 +107,7 @@ NEAR_ZERO = [
     Case("tanh", 1, 40, 70, 64, 16, terms=("lengths", "bias")),
     Case("tanh", 2, 2, 20, 24, 8, 2, weight_per_head=True, layout="sliced"),
     Case("tanh", 2, 1, 30, 40, 8),
+    Case("tanh", 1, 18, 40, 24, 300),
     Case("tanh", 2, 9, 20, 24, 10, dtype=torch.bfloat16),
     Case("tanh", 2, 1, 20, 24, 10, dtype=torch.float16),
 ]

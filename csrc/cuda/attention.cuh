@@ -136,8 +136,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2
 #pragma unroll 1
   for (int left = to - from; left > 0; left -= kKeys) {
     const int j0 = to - left, keys = min(left, kKeys);
-    constexpr bool near = columns < 4;  // with 4 columns registers would spill on sm_100
-    score_tile<S, T, near>(a, factored, tile, j0, keys, staged);
+    score_tile<S, T>(a, factored, tile, j0, keys, staged);
     update_softmax<T>(a, tile, j0, rows, n, a.weights.data && first, staged, softmax);
     __syncthreads();
 #pragma unroll
@@ -168,7 +167,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2
   }
 }
 
-// Turn a row's products of query and keys, stored as weights, into the weights of a dot score.
+// Turn a row's sums over features, stored as weights, into the weights.
 template <class T>
 __global__ void __launch_bounds__(kThreads) normalise(const Forward a) {
   using C = typename Accumulate<T>::type;
@@ -246,7 +245,7 @@ __device__ void score_gradients(const Backward& a, const Tile& tile, int64_t j0,
 // Store the scores of all pairs in weights (forward), or grad_context_i . v_j in grad_score
 // (backward). Blocks with different y take different keys.
 template <class T, Score S, bool backward>
-__global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : 3)
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : 4)
     products(const std::conditional_t<backward, Backward, Forward> a, const Factored factored) {
   using C = typename Accumulate<T>::type;
   __shared__ Staged<C> staged;

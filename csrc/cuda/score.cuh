@@ -194,8 +194,7 @@ template <Score S, bool small, class C>
 __device__ void score_features(const C (*rows)[kPitch], const C* w, C (&sum)[4][4]) {
   const int lane = threadIdx.x % 32;
   const C(*const queries)[kPitch] = rows + lane / 8, (*const keys)[kPitch] = rows + kQueries + lane % 8;
-  constexpr int n =
-      sizeof(C) == 8 && S != Score::dot && S != Score::tanh ? 2 : 4;  // more doubles would spill
+  constexpr int n = 2;  // with 4, too few registers are left for reciprocals to overlap
 #pragma unroll 1
   for (int c = 0; c < kFeatures; c += n) {
     C k[4][n];
@@ -298,9 +297,8 @@ __device__ void score_tile(const Rows<X>& q, const Rows<X>& k, const X* w, int w
   __syncthreads();
 }
 
-// Compute the scores of a tile's query rows and the keys from j0 on. Without `near`, tiles near 0
-// are factored too.
-template <Score S, class T, bool near = true, class C>
+// Compute the scores of a tile's query rows and the keys from j0 on.
+template <Score S, class T, class C>
 __device__ void score_tile(const Problem& a, const Factored& f, const Tile& tile, int64_t j0, int keys,
                            Staged<C>& staged) {
   const int rows = up_to(kQueries, a.Tq - tile.row);
@@ -311,13 +309,10 @@ __device__ void score_tile(const Problem& a, const Factored& f, const Tile& tile
     return C(sum_of_tanh(q + row * a.query.row, k + key * a.key.row, w, a.A));
   };
   if constexpr (S == Score::tanh && sizeof(C) == 4) {
-    bool small = false;
-    if constexpr (near) {
-      const int lane = threadIdx.x % 32;
-      const float of_q = lane < rows ? *range_of(a, f.query, tile, a.Tq, tile.row + lane) : 0;
-      const float of_k = lane < keys ? *range_of(a, f.key, tile, a.Tk, j0 + lane) : 0;
-      small = of_warp<Max>(of_q) + of_warp<Max>(of_k) <= kSmallTanhLimit;
-    }
+    const int lane = threadIdx.x % 32;
+    const float of_q = lane < rows ? *range_of(a, f.query, tile, a.Tq, tile.row + lane) : 0;
+    const float of_k = lane < keys ? *range_of(a, f.key, tile, a.Tk, j0 + lane) : 0;
+    const bool small = of_warp<Max>(of_q) + of_warp<Max>(of_k) <= kSmallTanhLimit;
     Rows<C> e_q = {at<C>(f.query, tile, tile.row), f.query.row, rows};
     Rows<C> e_k = {at<C>(f.key, tile, j0), f.key.row, keys};
     const C* e_w = at<C>(f.score_vector, tile, 0);
