@@ -2227,11 +2227,12 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
             ("const C shift = top == -INFINITY ? 0 : top;", "const C shift = top;"),
         ],
     },
-    ("csrc/cuda/attention_products.h", CUDA.format("products or owes")): {
+    ("csrc/cuda/attention_products.h", CUDA.format("products or owes or temperature")): {
         "run_backward": [("rest.grad_value = View{};", "rest.grad_score_given = false;")],
         "multiplies": [("return even(a, x) &&", "return")],
         "multiplies_keys": [("dense(a, a.grad_key, a.Tk, a.A);", "true;")],
         "multiply": [("0., x.scale));", "0., 1.));")],
+        "run_forward": [("sums.scale = 1;", ""), ("sums.mask = sums.bias = View{};", "")],
     },
     ("csrc/cuda/attention.cuh", CUDA.format("parts")): {
         "put_part": [("if (a.statistics.data) end->row = softmax.described[r];", "")],

@@ -5,8 +5,10 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
-from attnfast.ops import copying
+from attnfast.ops import copying, self_check
+from attnfast.ops.backends import DispatchKey
 
 ROOT = Path(__file__).parent.parent
 
@@ -52,6 +54,16 @@ def test_copying_has_the_constants_of_csrc():
     assert constant("word.h", "kLowest") == copying.LOWEST
     assert constant("word.h", "kMaxLogGradient") == copying.MAX_LOG_GRADIENT
     assert constant("word.h", "kSlight") == math.exp(-copying.MAX_LOG_GRADIENT)
+
+
+def test_the_self_check_multiplies_by_the_library():
+    """Scores and context of its additive attention are computed one by one on a GPU."""
+    text = (ROOT / "csrc" / "cuda" / "attention_products.h").read_text()
+    [exponent] = re.findall(r"define ATTNFAST_LIBRARY_FORWARD \(1 << (\d+)\)", text)
+    request = DispatchKey(torch.device("cuda", 0), torch.float32)
+    call = self_check.OPERATORS["attention"][1](request)
+    sums = call.query.shape[1] * call.key.shape[1] * call.query.shape[0]
+    assert sums * (call.query.shape[2] + call.value.shape[2]) >= 1 << int(exponent)
 
 
 def test_exponents_of_a_transition_have_one_limit():

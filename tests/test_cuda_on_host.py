@@ -198,6 +198,15 @@ PRODUCTS = [
     )
     for layout in (*attention_cases.LAYOUTS, "time first")
 ]  # fmt: skip
+#: As large as the forward of an additive score must be; see library.cpp.
+PRODUCTS += [
+    Case(score, 2, 17, 40, 6, 72, H=3, terms=terms, layout=layout, dtype=dtype)
+    for score, terms, layout, dtype in (
+        ("tanh", ("lengths", "mask", "bias"), "contiguous", torch.float32),
+        ("tanh", ("mask",), "time first", torch.float64),
+        ("relu", ("lengths",), "contiguous", torch.float32),
+    )
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", PRODUCTS, ids=test_attention.name)
@@ -207,20 +216,31 @@ def test_products_in_every_layout(case, host, monkeypatch):
     test_statistics.judge(case, host)
 
 
+def test_temperature_of_a_large_call(host):
+    args = [torch.randn(1, 17, 6), torch.randn(1, 40, 6), torch.randn(1, 40, 120), torch.randn(6)]
+    got, want = (
+        attnfast.additive_attention(*args, temperature=0.5, need_weights=True, backend=backend)
+        for backend in (host, "reference")
+    )
+    torch.testing.assert_close(got.weights, want.weights)
+    torch.testing.assert_close(got.context, want.context)
+
+
 def test_the_position_is_the_first_of_the_largest(host):
     test_statistics.test_the_position_is_the_first_of_the_largest(9, 64, host)
 
 
 @pytest.mark.parametrize(
-    ("score", "Tq", "A", "forward", "backward"),
+    ("score", "Tq", "A", "Dv", "forward", "backward"),
     [
-        ("dot", 9, 64, 4, 8), ("dot", 7, 64, 1, 5), ("dot", 9, 63, 1, 5),
-        ("tanh", 9, 64, 2, 6), ("tanh", 7, 64, 2, 5),
+        ("dot", 9, 64, 64, 4, 8), ("dot", 7, 64, 64, 1, 5), ("dot", 9, 63, 63, 1, 5),
+        ("tanh", 9, 64, 64, 2, 6), ("tanh", 7, 64, 64, 2, 5), ("tanh", 20, 64, 64, 5, 6),
     ],
 )  # fmt: skip
-def test_products_by_pytorch(score, Tq, A, forward, backward, host, library):
+def test_products_by_pytorch(score, Tq, A, Dv, forward, backward, host, library):
     """From 8 rows and 64 features on, a launch each, and one that drops what is hidden."""
-    query, key, value = (torch.randn(2, n, A, requires_grad=True) for n in (Tq, 20, 20))
+    sizes = (Tq, A), (20, A), (20, Dv)
+    query, key, value = (torch.randn(2, *size, requires_grad=True) for size in sizes)
     library.set_places(1)
     library.take_launches()
     if score == "dot":

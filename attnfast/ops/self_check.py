@@ -86,10 +86,12 @@ class _Numbers:
 
 
 def _attention(request: DispatchKey) -> AttentionInputs:
-    x, (B, Tk, A, Dv) = _Numbers(), (2, 37, 24, 72)  # PyTorch multiplies 72
-    dot = request.score == "dot"
+    x, dot = _Numbers(), request.score == "dot"
+    B, Tq, Tk, A, Dv = 2, 1 if request.step else 9, 37, 24, 72  # PyTorch multiplies 72
+    if request.device.type == "cuda" and not (dot or request.step or request.dtype in HALF):
+        Tq, Tk, Dv = 257, 261, 1000  # the scores and the context are then computed one by one
     return AttentionInputs(
-        x(B, 1 if request.step else 9, A), x(B, Tk, A), x(B, Tk, Dv),
+        x(B, Tq, A), x(B, Tk, A), x(B, Tk, Dv),
         score_vector=None if dot else x(A), bias=x(B, 1, Tk), lengths=torch.tensor([Tk, 20]),
         scale=A**-0.5 if dot else 1.0, score=request.score, need_weights=True,
         need_statistics=request.dtype not in HALF,  # which may have another largest weight

@@ -1,5 +1,5 @@
 // Matrix products of attention over whole targets by PyTorch's GEMM, which is faster than ours: those of
-// dot scores whose weights are returned, and in the backward of all scores those with values.
+// dot scores, and those with values of all scores, in a forward if its weights are returned.
 #pragma once
 #include "../launch_attention.h"
 #include "attention.cuh"
@@ -27,6 +27,11 @@ void multiply_seen(const Problem& a, const MatrixProduct& x, const Launch& launc
 }
 
 constexpr int64_t kLibraryKeys = 8192;  // of a row that `normalise` takes, at most
+// Multiply-adds of scores and contexts from which the forward of other scores than dot gains from its
+// larger number of launches; the tests' stand-in for CUDA has its own.
+#ifndef ATTNFAST_LIBRARY_FORWARD
+#define ATTNFAST_LIBRARY_FORWARD (1 << 27)
+#endif
 
 // Return true if PyTorch takes the products of these matrices, among others.
 bool multiplies(const Problem& a, std::initializer_list<View> matrices) {
@@ -36,8 +41,10 @@ bool multiplies(const Problem& a, std::initializer_list<View> matrices) {
   return fits_library(a) && std::min({a.Tk, a.A, a.Dv}) > 0 && std::ranges::all_of(matrices, takes);
 }
 bool multiplies(const Forward& a) {
-  return a.score == Score::dot && a.weights.data && a.Tk <= kLibraryKeys &&
-         multiplies(a, {a.query, a.key, a.value}) && dense(a, a.context, a.Tq, a.Dv);
+  const bool fits = a.weights.data && a.Tk <= kLibraryKeys && dense(a, a.context, a.Tq, a.Dv);
+  if (a.score == Score::dot) return fits && multiplies(a, {a.query, a.key, a.value});
+  const bool is_large = a.B * a.H * a.Tq * a.Tk * (a.A + a.Dv) >= ATTNFAST_LIBRARY_FORWARD;
+  return fits && is_large && a.Dv >= kLibraryColumns && multiplies(a, {a.value});
 }
 // The products of a backward with values, and those with queries and keys.
 bool multiplies_values(const Backward& a) {
@@ -53,7 +60,14 @@ template <class Launch>
 void run_forward(const Forward& a, const View& added, const Launch& launch,
                  const torch::stable::Device& device) {
   if (!multiplies(a)) return launch_forward(a, launch, added);
-  multiply(a, {a.query, transposed(a.key), a.weights, a.Tq, a.A, a.Tk, 1}, device);
+  if (a.score == Score::dot) {
+    multiply(a, {a.query, transposed(a.key), a.weights, a.Tq, a.A, a.Tk, 1}, device);
+  } else {
+    Forward sums = a;  // which `normalise` turns into scores
+    sums.scale = 1;
+    sums.mask = sums.bias = View{};
+    launch_scores(sums, launch);
+  }
   const int64_t rows = a.B * a.H * a.Tq;
   if (a.dtype == Dtype::f64) launch(normalise<double>, rows, 1, a);
   else launch(normalise<float>, rows, 1, a);

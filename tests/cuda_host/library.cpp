@@ -37,6 +37,7 @@ inline AOTITorchError counted_baddbmm_out(AtenTensorHandle out, AtenTensorHandle
 }
 #define aoti_torch_cuda_baddbmm_out counted_baddbmm_out
 
+#define ATTNFAST_LIBRARY_FORWARD (1 << 16)
 #include "../../csrc/cuda/attention_products.h"
 #include "../../csrc/cuda/copying.cuh"
 #include "../../csrc/cuda/coverage.cuh"
