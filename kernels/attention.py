@@ -54,6 +54,8 @@ LEAST_WEIGHT = tl.constexpr(2.0**-42)
 STATISTICS = tl.constexpr(len(RowStatistics._fields))
 # Options of every launch: a product and a sum are one instruction, rounded once (fused).
 LAUNCH_OPTIONS = {"enable_fp_fusion": True}
+SUMS = 16, 64  # rows and keys of a tile whose scores, or their gradients, are products already
+PROGRAMS = 4  # of the scores alone on a multiprocessor, if there are enough keys
 #: Arguments that differ between batches. Machine code that knew which of them 16 divides would be
 #: compiled again for many batches.
 LENGTHS = ("T", "Tq", "Tk", "Tx", "Ty", "M", "K", "W")
@@ -453,9 +455,11 @@ def _forward(
     With m the largest score so far: l = Σ e^{s − m}, c = Σ e^{s − m} v, both rescaled as m grows.
     The weights need the last m and l. So the sweep stores the scores in the weights' memory, and a
     second sweep turns them into e^{s − m} / l: one read and one write per element, negligible
-    compared with the features that the score reads. With ``SCORES`` there is no second sweep, and
-    the weights are scores. Statistics are updated online too: see :func:`_described`. The sweep is
-    one long function, because every part of it would take and return the same dozen values.
+    compared with the features that the score reads. With ``SCORES`` the weights are scores, there
+    is neither softmax nor second sweep, and programs divide the keys. If ``SCORE`` is "sums", the
+    weights' memory contains scores without scale, bias and mask. Statistics are updated online too:
+    see :func:`_described`. The sweep is one long function, because every part of it would take and
+    return the same dozen values.
     """
     acc: tl.constexpr = p_lse.dtype.element_ty
     # A visible score of −∞ is replaced by MIN_FINITE, which no other score equals. If MIN_FINITE is
@@ -487,42 +491,52 @@ def _forward(
     b_c = tl.zeros([BQ, BV], acc)
     statistics = (b_l, b_l, b_l, b_l)
     first, stop, rows = _key_range(span, i_b, i_h, o_q, m_q, n, W, COMPACT)
-    for i_k in range(first // BK, tl.cdiv(stop, BK)):
+    from_k, to_k = first // BK, tl.cdiv(stop, BK)
+    if SCORES:  # programs divide the keys
+        share = tl.cdiv(to_k - from_k, tl.num_programs(1))
+        from_k += i_v * share
+        to_k = tl.minimum(from_k + share, to_k)
+    for i_k in range(from_k, to_k):
         o_k = i_k * BK + tl.arange(0, BK)
         m_k = o_k < n
         m_s, o_column = _visible(span, rows, o_k, m_q, m_k)
-        # [BQ, BK]
-        b_s = scale * _scores(
-            (p_q, query[1][3], m_q), (p_k + o_k.to(tl.int64) * key[1][2], key[1][3], m_k), weight,
-            factors, i_bh * tl.cdiv(Tq, BQ) + i_q, i_bh * tl.cdiv(Tk, BK) + i_k, A,
-            SCORE, BQ, BK, BA, acc,
-        )  # fmt: skip
         m_column = m_q[:, None] & (o_k < Tk)[None, :] if span is None else m_s
+        # [BQ, BK]
+        if SCORE == "sums":
+            b_s = tl.load(p_weights + o_row[:, None] * W + o_column, mask=m_column, other=0)
+        else:
+            b_s = _scores(
+                (p_q, query[1][3], m_q), (p_k + o_k.to(tl.int64) * key[1][2], key[1][3], m_k),
+                weight, factors, i_bh * tl.cdiv(Tq, BQ) + i_q, i_bh * tl.cdiv(Tk, BK) + i_k, A,
+                SCORE, BQ, BK, BA, acc,
+            )  # fmt: skip
+        b_s *= scale
         b_s, m_s = _masked(b_s, m_s, bias, mask, i_b, i_h, o_q, o_column)
         if not SCORES:
             b_low = tl.where(b_s == -float("inf"), MIN_FINITE, b_s * JUST_BELOW_ONE)
             b_s = tl.where(b_s > MIN_FINITE, b_s, b_low)
         b_s = tl.where(m_s, b_s, -float("inf"))
-        if p_weights is not None and i_v == 0:
+        if p_weights is not None and (SCORES or i_v == 0):
             tl.store(p_weights + o_row[:, None] * W + o_column, b_s, mask=m_column)
 
-        b_max = tl.maximum(b_m, tl.max(b_s, 1))
-        b_shift = tl.where(b_max == -float("inf"), 0, b_max)
-        b_p = tl.exp(b_s - b_shift[:, None])
-        b_rescale = tl.exp(b_m - b_shift)
-        if p_statistics is not None:
-            statistics = _described(statistics, b_s, b_p, o_k, b_shift, b_m, b_l, b_rescale)
-        b_l = b_l * b_rescale + tl.sum(b_p, 1)
-        b_m = b_max
-        if context is not None:
-            b_c = b_c * b_rescale[:, None]
-            if mask is not None or bias is not None or span is not None:
-                # mask values that no row here sees, because 0·NaN = NaN
-                m_k = tl.max(m_s.to(tl.int32), 0) > 0
-            # [BK, BV]
-            p_vk = p_v + o_k.to(tl.int64)[:, None] * value[1][2]
-            b_v = tl.load(p_vk, mask=m_k[:, None] & m_v[None, :], other=0)
-            b_c = tl.dot(b_p.to(b_v.dtype), b_v, b_c, input_precision="ieee", out_dtype=acc)
+        if not SCORES:
+            b_max = tl.maximum(b_m, tl.max(b_s, 1))
+            b_shift = tl.where(b_max == -float("inf"), 0, b_max)
+            b_p = tl.exp(b_s - b_shift[:, None])
+            b_rescale = tl.exp(b_m - b_shift)
+            if p_statistics is not None:
+                statistics = _described(statistics, b_s, b_p, o_k, b_shift, b_m, b_l, b_rescale)
+            b_l = b_l * b_rescale + tl.sum(b_p, 1)
+            b_m = b_max
+            if context is not None:
+                b_c = b_c * b_rescale[:, None]
+                if mask is not None or bias is not None or span is not None:
+                    # mask values that no row here sees, because 0·NaN = NaN
+                    m_k = tl.max(m_s.to(tl.int32), 0) > 0
+                # [BK, BV]
+                p_vk = p_v + o_k.to(tl.int64)[:, None] * value[1][2]
+                b_v = tl.load(p_vk, mask=m_k[:, None] & m_v[None, :], other=0)
+                b_c = tl.dot(b_p.to(b_v.dtype), b_v, b_c, input_precision="ieee", out_dtype=acc)
 
     m_empty = b_l == 0
     b_shift = tl.where(m_empty, 0, b_m)
@@ -531,13 +545,13 @@ def _forward(
     if context is not None:
         p_c = _head(context, i_b, i_h) + o_v[None, :] + o_q.to(tl.int64)[:, None] * context[1][2]
         tl.store(p_c, b_c * b_inverse[:, None], mask=m_q[:, None] & m_v[None, :])
-    if i_v == 0:
+    if not SCORES and i_v == 0:
         b_lse = b_shift + tl.log(tl.where(m_empty, 1, b_l))
         b_lse = tl.where(m_empty | m_diverged, -float("inf"), b_lse)
         tl.store(p_lse + o_row, b_lse, mask=m_q)
         if p_statistics is not None:
             _store_statistics(p_statistics + o_row * STATISTICS, statistics, b_l, b_inverse, m_q)
-        if p_weights is not None and not SCORES:
+        if p_weights is not None:
             _normalise(p_weights + o_row * W, span, rows, b_shift, b_inverse, m_q, n, W, BK)
 
 
@@ -565,13 +579,14 @@ def _sum_range(
 def _product(
     p_m, x, p_lengths, span, p_rows, out, scale, sizes, Tk, W, M, K,
     OVER_KEYS: tl.constexpr, COMPACT: tl.constexpr, IGNORE_NONFINITE: tl.constexpr,
-    BM: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,
+    ONLY_NONFINITE: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """out = scale · m x, for weights or score gradients m ``[Tq, W]``.
 
     The sum runs over the keys, or over the queries if m is transposed. As 0·NaN = NaN, a row of x
     that is multiplied only by zeros is not loaded; with ``IGNORE_NONFINITE`` nonfinite elements of
-    x count as 0, because m is already NaN wherever such an element is visible.
+    x count as 0, because m is already NaN wherever such an element is visible. With
+    ``ONLY_NONFINITE`` out is a product already, and is computed again in rows that are not finite.
     """
     acc: tl.constexpr = p_m.dtype.element_ty
     H, N = sizes
@@ -585,6 +600,13 @@ def _product(
     )
     p_m += i_bh * (M if OVER_KEYS else K) * W + o_m.to(tl.int64)[:, None] * (W if OVER_KEYS else 1)
     p_x = _head(x, i_b, i_h) + o_n.to(tl.int64)[None, :] * x[1][3]
+    p_out = _head(out, i_b, i_h) + o_m.to(tl.int64)[:, None] * out[1][2] + o_n[None, :]
+    m_out = m_m[:, None] & m_n[None, :]
+    if ONLY_NONFINITE:
+        b_size = tl.abs(tl.load(p_out, mask=m_out, other=0))
+        b_is_finite = tl.min((b_size < float("inf")).to(tl.int32), 1)  # of each row
+        stop = tl.where(tl.min(b_is_finite) == 0, stop, start)
+        m_out = m_out & (b_is_finite == 0)[:, None]
     b_out = tl.zeros([BM, BN], acc)
     for k in range(start, stop, BK):
         o_k = (k + tl.arange(0, BK)).to(tl.int64)
@@ -605,8 +627,7 @@ def _product(
         if IGNORE_NONFINITE:
             b_x = _finite(b_x)
         b_out = tl.dot(b_m.to(b_x.dtype), b_x, b_out, input_precision="ieee", out_dtype=acc)
-    p_out = _head(out, i_b, i_h) + o_m.to(tl.int64)[:, None] * out[1][2] + o_n[None, :]
-    tl.store(p_out, b_out * _scalar(scale, acc), mask=m_m[:, None] & m_n[None, :])
+    tl.store(p_out, b_out * _scalar(scale, acc), mask=m_out)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -617,7 +638,8 @@ def _score_gradient(
 ):  # fmt: skip
     """ds = P (g − Σ P g + dlse) with g = dc vᵀ + dP, of BQ rows; exactly 0 where P is 0.
 
-    The first sweep stores g in the memory of ds, and the second turns it into ds.
+    The first sweep stores g in the memory of ds, and the second turns it into ds. Without value the
+    memory contains dc vᵀ.
     """
     acc: tl.constexpr = p_ds.dtype.element_ty
     H, Dv = sizes
@@ -626,8 +648,9 @@ def _score_gradient(
     o_q = i_q * BQ + tl.arange(0, BQ)
     m_q = o_q < Tq
     o_row = i_bh * Tq + o_q
-    p_v, s_v, s_dc = _head(value, i_b, i_h), value[1], grad_context[1]
-    p_dc = _head(grad_context, i_b, i_h) + o_q.to(tl.int64)[:, None] * s_dc[2]
+    if value is not None:
+        p_v, s_v, s_dc = _head(value, i_b, i_h), value[1], grad_context[1]
+        p_dc = _head(grad_context, i_b, i_h) + o_q.to(tl.int64)[:, None] * s_dc[2]
     b_delta = tl.zeros([BQ], acc)
     b_dlse = tl.zeros([BQ], acc)  # kept separate from delta, because g − delta is often exactly 0
     if p_grad_lse is not None:
@@ -637,18 +660,22 @@ def _score_gradient(
         o_k = (k + tl.arange(0, BK)).to(tl.int64)
         m_k = o_k < stop
         m_s, o_column = _visible(span, rows, o_k, m_q, m_k)
-        b_g = tl.zeros([BQ, BK], acc)
-        for v in range(0, Dv, BV):
-            o_v = (v + tl.arange(0, BV)).to(tl.int64)
-            m_v = o_v < Dv
-            # [BQ, BV]
-            b_dc = tl.load(p_dc + o_v[None, :] * s_dc[3], mask=m_q[:, None] & m_v[None, :], other=0)
-            # [BV, BK]
-            p_vk = p_v + o_v[:, None] * s_v[3] + o_k[None, :] * s_v[2]
-            b_v = tl.load(p_vk, mask=m_v[:, None] & m_k[None, :], other=0)
-            b_g = tl.dot(b_dc, b_v, b_g, input_precision="ieee", out_dtype=acc)
         # [BQ, BK]
         o_s = o_row[:, None] * W + o_column
+        if value is None:
+            b_g = tl.load(p_ds + o_s, mask=m_s, other=0)
+        else:
+            b_g = tl.zeros([BQ, BK], acc)
+            for v in range(0, Dv, BV):
+                o_v = (v + tl.arange(0, BV)).to(tl.int64)
+                m_v = o_v < Dv
+                # [BQ, BV]
+                p_dcv = p_dc + o_v[None, :] * s_dc[3]
+                b_dc = tl.load(p_dcv, mask=m_q[:, None] & m_v[None, :], other=0)
+                # [BV, BK]
+                p_vk = p_v + o_v[:, None] * s_v[3] + o_k[None, :] * s_v[2]
+                b_v = tl.load(p_vk, mask=m_v[:, None] & m_k[None, :], other=0)
+                b_g = tl.dot(b_dc, b_v, b_g, input_precision="ieee", out_dtype=acc)
         if p_grad_weights is not None:
             b_g += tl.load(p_grad_weights + o_s, mask=m_s, other=0)
         b_p = tl.load(p_weights + o_s, mask=m_s, other=0)
@@ -805,6 +832,11 @@ def _pair(scale: float) -> tuple[float, float]:
     return high, scale - high
 
 
+def _registers(most: int | None) -> dict[str, int]:
+    """Return the option that limits a thread's registers, so that more programs run at once."""
+    return {"maxnreg": most} if most and NVIDIA.value else {}
+
+
 def _block(size: int, largest: int, smallest: int = 16) -> int:
     """Return the power of two that covers ``size``, within limits; dots need at least 16."""
     return min(max(triton.next_power_of_2(size), smallest), largest)
@@ -898,12 +930,32 @@ def _rows_of_keys(bounds, columns: int, B: int, H: int, Tk: int, block: int) -> 
     return rows.expand(B, H, -1, -1).contiguous()
 
 
+def _by_library(dtype: torch.dtype, bounds: Tensor | None, queries: int) -> bool:
+    """Return whether PyTorch's GEMM computes products, which is faster without tensor cores."""
+    return dtype not in HALF and bounds is None and queries > 1
+
+
+def _multiply_all(left: Tensor, right: Tensor, out: Tensor, scale: float = 1.0) -> None:
+    """Compute ``out = scale · left right`` of every sequence and head, ``[B, H, ·, ·]``."""
+    product = out.flatten(0, 1)  # a copy, if heads are not evenly spaced
+    factors = left.flatten(0, 1), right.flatten(0, 1)
+    torch.baddbmm(product, *factors, beta=0, alpha=scale, out=product)  # with out, no autocast
+    if product.data_ptr() != out.data_ptr():
+        out.copy_(product.view_as(out))
+
+
 def _multiply(
     m, x, lengths, bounds, columns: int, out, scale: float, *,
     over_keys: bool, ignore_nonfinite: bool,
 ) -> None:  # fmt: skip
-    """Launch :func:`_product`: ``out = scale · m x``, or ``scale · mᵀ x`` unless ``over_keys``."""
+    """Compute ``out = scale · m x``, or ``scale · mᵀ x`` unless ``over_keys``.
+
+    If PyTorch multiplies, :func:`_product` computes only what is not finite.
+    """
     (B, H, K, N), M = x.shape, out.shape[-2]
+    by_library = _by_library(x.dtype, bounds, M if over_keys else K)
+    if by_library:
+        _multiply_all(_heads(m) if over_keys else _heads(m).mT, x, out, scale)
     Tk = K if over_keys else M
     BM, BK, BN = _block(M, _tile(64, bounds, columns)), _block(K, _depth(x.dtype)), _block(N, 64)
     rows = None if over_keys else _rows_of_keys(bounds, columns, B, H, Tk, BM)
@@ -911,7 +963,8 @@ def _multiply(
         m, _strided(x), lengths, _strided(bounds), rows, _strided(out), _pair(scale),
         (H, N), Tk, m.shape[-1], M, K,
         OVER_KEYS=over_keys, COMPACT=columns > 0, IGNORE_NONFINITE=ignore_nonfinite,
-        BM=BM, BK=BK, BN=BN, num_warps=4 if x.dtype in HALF else 8, **LAUNCH_OPTIONS,
+        ONLY_NONFINITE=by_library, BM=BM, BK=BK, BN=BN, num_warps=4 if x.dtype in HALF else 8,
+        **LAUNCH_OPTIONS,
     )  # fmt: skip
 
 
@@ -930,10 +983,18 @@ def launch_forward(
     context = _heads(context)
     (B, H, Tq, A), Tk, W = query.shape, key.shape[2], columns or key.shape[2]
     bias, mask = (None if x is None else _heads(x).expand(B, H, Tq, W) for x in (bias, mask))
+    if weights is not None and context is not None and _by_library(query.dtype, bounds, Tq):
+        with torch.cuda.device_of(query):
+            if score == "dot":
+                _multiply_all(query, key.mT, _heads(weights))
+            else:
+                sums = call._replace(bias=None, mask=None, scale=1.0)
+                launch_forward(sums, None, weights, lse)
+        score = "sums"
     features = _whole_chunks(A)
     BA = _block(A, _depth(query.dtype))
     factored = score == "tanh" and acc == torch.float32
-    plain = score not in ("dot", "tanh")
+    plain = score in ("relu", "leaky_relu")
     BK = _block(Tk, 32 if factored or plain else _depth(query.dtype))
     # Stored weights avoid computing the scores again for values wider than a block, and save
     # registers if a dot has no tensor cores. A factored score is expensive: wider blocks.
@@ -944,7 +1005,18 @@ def launch_forward(
     most = 4096 if plain and not separate and query.dtype not in HALF else 8192
     BQ = 1 if Tq == 1 else _block(Tq, min(_tile(64, bounds, columns), most // BV))
     slices = 1 if within is None else max(triton.cdiv(Dv, BV), 1)
+    options = {"num_warps": 8, **LAUNCH_OPTIONS}
+    if score == "sums":
+        BQ, BK = SUMS
+        options["num_warps"] = 4
+    elif factored and context is None:
+        BQ = min(BQ, 32)
+        options |= {"num_warps": 4, **_registers(128)}
     BQ = _shorter(BQ, Tq, B * H * slices, query.device)
+    tiles = B * H * triton.cdiv(Tq, BQ)
+    if context is None:
+        wanted = triton.cdiv(PROGRAMS * _processors(query.device), max(tiles, 1))
+        slices = max(min(wanted, triton.cdiv(Tk, BK)), 1)
     factors = None
     with torch.cuda.device_of(query):
         if factored:
@@ -954,12 +1026,11 @@ def launch_forward(
             )
             e_k, range_k = _exponentials_of(key, score_vector, lengths, BK, transposed=True)
             factors = (e_q, e_k, e_w, range_q, range_k, features)
-        _forward[(B * H * triton.cdiv(Tq, BQ), slices)](
+        _forward[(tiles, slices)](
             *map(_strided, (query, key, value, score_vector)), factors, _strided(bias),
             _strided(mask), lengths, _strided(bounds), _strided(within), weights, lse, statistics,
             _pair(scale), (H, A, Dv), Tq, Tk, W, SCORE=score, COMPACT=columns > 0,
-            SCORES=context is None, BQ=BQ, BK=BK, BA=BA, BV=BV,
-            num_warps=8, **LAUNCH_OPTIONS,
+            SCORES=context is None, BQ=BQ, BK=BK, BA=BA, BV=BV, **options,
         )  # fmt: skip
         if separate and context is not None:
             seen = (lengths, bounds, columns)
@@ -1022,16 +1093,19 @@ def _additive_gradients(call: AttentionBackward, ds: Tensor, dq: Tensor, dk: Ten
         **LAUNCH_OPTIONS,
     }
     q, k, w, span, scale = *map(_strided, (query, key, score_vector, bounds)), _pair(call.scale)
+    # With 168 three programs run on a multiprocessor, with 128 four; with spans, 128 would spill.
+    most = (168, 128 if bounds is None else None) if factored else (None, None)
+    over_keys, over_queries = map(_registers, most)
     _additive_gradient[(B * H * triton.cdiv(Tq, BQ), triton.cdiv(A, BA))](
         q, k, w, of_queries, ds, lengths, span, None,
         _strided(dq if call.need_grad_query else None), parts if call.need_grad_key else None,
-        scale, (H, A), Tk, W, Tq, Tk, OVER_KEYS=True, BX=BQ, BY=BK, **options,
+        scale, (H, A), Tk, W, Tq, Tk, OVER_KEYS=True, BX=BQ, BY=BK, **options, **over_keys,
     )  # fmt: skip
     if call.need_grad_key:
         rows = _rows_of_keys(bounds, call.columns, B, H, Tk, BK)
         _additive_gradient[(B * H * triton.cdiv(Tk, BK), triton.cdiv(A, BA))](
             k, q, w, of_keys, ds, lengths, span, rows, _strided(dk), None, scale,
-            (H, A), Tk, W, Tk, Tq, OVER_KEYS=False, BX=BK, BY=BQ, **options,
+            (H, A), Tk, W, Tk, Tq, OVER_KEYS=False, BX=BK, BY=BQ, **options, **over_queries,
         )  # fmt: skip
     return parts
 
@@ -1059,9 +1133,13 @@ def backward(call: AttentionBackward) -> AttentionGradients:
     seen = (lengths, bounds, columns)
     with torch.cuda.device_of(query):
         if grad_score is None:
+            of_product = _strided(grad_context), _strided(value)
+            if _by_library(query.dtype, bounds, Tq):
+                _multiply_all(grad_context, value.mT, _heads(ds))
+                of_product, (BQ, BK) = (None, None), SUMS
             _score_gradient[(B * H * triton.cdiv(Tq, BQ),)](
-                _strided(grad_context), *map(_contiguous, (call.grad_weights, grad_log_sum_exp)),
-                _strided(value), weights, lengths, _strided(bounds), ds, (H, Dv), Tq, Tk, W,
+                of_product[0], *map(_contiguous, (call.grad_weights, grad_log_sum_exp)),
+                of_product[1], weights, lengths, _strided(bounds), ds, (H, Dv), Tq, Tk, W,
                 COMPACT=columns > 0, BQ=BQ, BK=BK, BV=BV, num_warps=8, **LAUNCH_OPTIONS,
             )  # fmt: skip
         if need_grad_key:

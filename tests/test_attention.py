@@ -5,7 +5,6 @@ import functools
 import importlib
 import itertools
 import math
-import sys
 import warnings
 
 import pytest
@@ -299,8 +298,7 @@ def test_a_row_that_has_diverged_is_nan(span, Tq, Tk, backend):
 
 def assert_same(a, b, case, backend):
     """Assert equal bits; a library's product, where it was NaN, is summed in another order."""
-    on_cpu = backend == "cpu" or "pretend_gpu" in sys.modules
-    if on_cpu and case.score == "dot" and case.Tq > 8:
+    if backend == "triton" or (case.Tq > 8 and (case.score == "dot" or backend == "cuda")):
         torch.testing.assert_close(a, b)
     else:
         assert torch.equal(a, b)

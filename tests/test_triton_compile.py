@@ -278,6 +278,7 @@ def compile_for(target: str) -> list[dict]:
         source = ASTSource(kernel, signature, constants, attributes)
         compiled = triton.compile(source, GPUTarget(*TARGETS[target]), launch)
         figure = {"kernel": kernel.fn.__name__, "case": "-".join(case), "target": target}
+        figure["score"] = values.get("SCORE")
         if "BR" in values:
             figure["row"] = values["BR"] / (TARGETS[target][2] * launch["num_warps"])
         if backend == "hip":
@@ -363,7 +364,7 @@ def test_instructions_of_the_factored_loop(figures, kernel, target):
     for figure in figures:
         if (figure["kernel"], figure["target"]) != (kernel, target):
             continue
-        if not figure["case"].startswith("float32-tanh"):
+        if not figure["case"].startswith("float32-tanh") or figure["score"] == "sums":
             continue
         elements, mix = factored_loop(figure["loops"])
         assert elements % figure["tile"] == 0, "not the loop over the tile's features"
