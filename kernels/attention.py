@@ -983,7 +983,10 @@ def launch_forward(
     context = _heads(context)
     (B, H, Tq, A), Tk, W = query.shape, key.shape[2], columns or key.shape[2]
     bias, mask = (None if x is None else _heads(x).expand(B, H, Tq, W) for x in (bias, mask))
-    if weights is not None and context is not None and _by_library(query.dtype, bounds, Tq):
+    # Scores by GEMM, or by programs that divide the keys, before a launch for their softmax.
+    apart = weights is not None and context is not None and bounds is None and Tq > 1
+    apart &= score != "dot" or query.dtype not in HALF
+    if apart:
         with torch.cuda.device_of(query):
             if score == "dot":
                 _multiply_all(query, key.mT, _heads(weights))
@@ -998,7 +1001,7 @@ def launch_forward(
     BK = _block(Tk, 32 if factored or plain else _depth(query.dtype))
     # Stored weights avoid computing the scores again for values wider than a block, and save
     # registers if a dot has no tensor cores. A factored score is expensive: wider blocks.
-    separate = weights is not None and (Dv > 128 or query.dtype not in HALF)
+    separate = apart or (weights is not None and (Dv > 128 or query.dtype not in HALF))
     within = None if separate else context
     BV = _block(Dv, 256 if factored and not separate else 128)
     # Plain activations of float32 and a context do not fit the registers together in taller tiles.
