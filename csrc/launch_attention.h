@@ -62,7 +62,6 @@ bool even(const Problem& a, const View& x) { return a.H == 1 || a.B == 1 || x.ba
 bool dense(const Problem& a, const View& x, int64_t rows, int64_t columns) {
   return !x.data || (x.row == columns && even(a, x) && (a.H == 1 ? x.batch : x.head) == rows * columns);
 }
-bool together(const Problem& a) { return even(a, a.query) && even(a, a.key) && even(a, a.value); }
 
 View transposed(View x) {
   std::swap(x.row, x.column);

@@ -54,6 +54,7 @@ bool may_multiply(const Problem& a) {
   return 4 * std::accumulate(a.lengths, a.lengths + a.B, int64_t{0}) >= 3 * a.B * a.Tk;
 }
 
+bool together(const Problem& a) { return even(a, a.query) && even(a, a.key) && even(a, a.value); }
 // Return true if it is used: one call for all matrices, or, in the backward, large matrices.
 bool multiplies(const Forward& a) {
   if (!a.weights.data && a.H * a.Tk * std::min(a.Tq, kPartRows) > kPart) return false;
