@@ -1681,6 +1681,18 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
             ('tl.where(m_diverged, float("nan"), 1 / tl.where(m_empty, 1, b_l))',
              "1 / tl.where(m_empty, 1, b_l)"),
             ("MIN_FINITE, b_s * JUST_BELOW_ONE)", "MIN_FINITE, b_s)"),
+            ("tl.cdiv(to_k - from_k, tl.num_programs(1))",
+             "(to_k - from_k) // tl.num_programs(1)"),
+            ("b_s *= scale", "b_s *= 1"),
+        ],
+        "_product": [
+            ("tl.where(tl.min(b_is_finite) == 0, stop, start)", "start"),
+            ("m_out & (b_is_finite == 0)[:, None]", "m_out & (b_is_finite > 1)[:, None]"),
+        ],
+        "_multiply_all": [("if product.data_ptr() != out.data_ptr():", "if False:")],
+        "launch_forward": [
+            ("_replace(bias=None, mask=None, scale=1.0)", "_replace(mask=None, scale=1.0)"),
+            ("_replace(bias=None, mask=None, scale=1.0)", "_replace(bias=None, mask=None)"),
         ],
         "_exponentials": [
             ("tl.max(tl.abs(b_chunks), 1) * 2.0**-30, LEAST_WEIGHT)",
