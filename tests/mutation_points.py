@@ -6,6 +6,7 @@ Line breaks, indentation, comments, and the rest of the file do not count.
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 
@@ -62,9 +63,11 @@ def tokens(
     return [(m[0], m.start(), m.end()) for m in matches if m["comment"] is None]
 
 
-def functions(source: str, file: str) -> Iterator[Range]:
-    """Yield the functions and classes of a file, in C++ its macros too."""
-    yield from _python_functions(source) if file.endswith(".py") else _cxx_functions(source)
+@functools.cache
+def functions(source: str, file: str) -> list[Range]:
+    """Return the functions and classes of a file, in C++ its macros too."""
+    found = _python_functions if file.endswith(".py") else _cxx_functions
+    return list(found(source))
 
 
 def _python_functions(source: str) -> Iterator[Range]:

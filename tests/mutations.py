@@ -1509,12 +1509,11 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         "fusion_skip_reason": [
             ("x.training and x.p > 0", "x.training and x.p > 1"),
             ("if not is_plain(attention, type(attention)):", "if False:"),
-            ("feature=feature)[1] or None", "feature=feature)[1] and None"),
             ("x.shape[:2] == (layers, len(source))", "True"),
         ],
         "draw_masks": [
-            ("zip(dropouts, masks)", "zip(dropouts[::-1], masks[::-1])"),
-            (".movedim(0, 2)", ".movedim(0, 1)"),
+            ("for x, mask in zip(dropouts, masks)", "for x, mask in zip(dropouts[::-1], masks)"),
+            ("else mask[0]", "else mask"),
         ],
     },
     ("attnfast/integrations/projects/d2l.py", "tests/integrations/test_search_model.py"): {
@@ -1872,7 +1871,6 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         ],
         "backward_units": [
             ("if (given_cell) grad_cell += part(given_cell);", ""),
-            ("value = factor == 0 ? Vec<C>{} : value / factor;", ""),
         ],
         "write_initial_grads": [
             ("if (layer == a.layers - 1 && a.attends_first && a.T) add_attended(0, block, x);", ""),
@@ -1904,6 +1902,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         "cell_backward": [
             ("const V to_cell = grad_cell + g * o", "const V to_cell = g * o"),
         ],
+        "undropped": [("factor == 0 ? V{} : value / factor;", "value / factor;")],
     },
     ("csrc/cpu/panels.h", "tests/test_linear.py"): {
         "multiply_rows": [
@@ -2331,7 +2330,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
     },
     ("csrc/cuda/coverage.cuh", CUDA.format("recurrent")): {
         "begin": [
-            ("if (grad_last) (a.transition", "if (false) (a.transition"),
+            ("if (grad_last) (a.transition_prob.data", "if (false) (a.transition_prob.data"),
             ("if (grad_inverse_fertility && !a.sums)", "if (grad_inverse_fertility)"),
         ],
         "__launch_bounds__": [
@@ -2388,7 +2387,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         "multiply_gradients_below": [("x.carried, 0, a.B, H, H)", "x.carried, 0, a.B, 0, H)")],
         "multiply_layer": [("if (x.mask) scale_steps(before, *x.mask);", "")],
         "multiply_states": [
-            ("a.attends_first ? 0 : 1, a.T), *masks.query);", "0, a.T), *masks.query);"),
+            ("a.attends_first ? 0 : 1, a.T, 0, H), *masks.query);", "0, a.T, 0, H), *masks.query);"),
             ("steps(*masks.joined, 0, a.T, a.Dv, H));", "steps(*masks.joined, 0, a.T, 0, H));"),
             ("if (masks.joined) read =", "if (false) read ="),
         ],

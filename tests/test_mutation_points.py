@@ -1,7 +1,12 @@
 """Where a fault is planted."""
 
+from pathlib import Path
+
 import pytest
 from mutation_points import functions, plant
+from mutations import FAULTS
+
+ROOT = Path(__file__).parent.parent
 
 PYTHON = """
 LIMIT = 1  # of a step
@@ -73,3 +78,11 @@ def test_a_fault_is_planted_in_its_function(file, function, pattern, planted):
 def test_a_place_that_is_not_there_once_is_refused(function, pattern, message):
     with pytest.raises(ValueError, match=message):
         plant(PYTHON, "a.py", function, pattern, "0")
+
+
+def test_every_fault_can_be_planted():
+    for (file, _), faults_of in FAULTS.items():
+        source = (ROOT / file).read_text()
+        for function, faults in faults_of.items():
+            for pattern, fault in faults:
+                assert plant(source, file, function, pattern, fault) != source
