@@ -2387,7 +2387,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         "multiply_gradients_below": [("x.carried, 0, a.B, H, H)", "x.carried, 0, a.B, 0, H)")],
         "multiply_layer": [("if (x.mask) scale_steps(before, *x.mask);", "")],
         "multiply_states": [
-            ("a.attends_first ? 0 : 1, a.T, 0, H), *masks.query);", "0, a.T, 0, H), *masks.query);"),
+            ("? 0 : 1, a.T, 0, H), *masks.query);", "? 0 : 0, a.T, 0, H), *masks.query);"),
             ("steps(*masks.joined, 0, a.T, a.Dv, H));", "steps(*masks.joined, 0, a.T, 0, H));"),
             ("if (masks.joined) read =", "if (false) read ="),
         ],
