@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 from typing import Any
 
 import torch
@@ -54,8 +55,8 @@ LEAST_WEIGHT = tl.constexpr(2.0**-42)
 STATISTICS = tl.constexpr(len(RowStatistics._fields))
 # Options of every launch: a product and a sum are one instruction, rounded once (fused).
 LAUNCH_OPTIONS = {"enable_fp_fusion": True}
-SUMS = 16, 64  # rows and keys of a tile whose scores, or their gradients, are products already
-PROGRAMS = 4  # of the scores alone on a multiprocessor, if there are enough keys
+SUMS = 16, 64  # rows and keys of a tile in a kernel that reads scores or products from memory
+PROGRAMS = 4  # for each multiprocessor, if a launch computes only scores and has enough keys
 #: Arguments that differ between batches. Machine code that knew which of them 16 divides would be
 #: compiled again for many batches.
 LENGTHS = ("T", "Tq", "Tk", "Tx", "Ty", "M", "K", "W")
@@ -503,7 +504,7 @@ def _forward(
         m_column = m_q[:, None] & (o_k < Tk)[None, :] if span is None else m_s
         # [BQ, BK]
         if SCORE == "sums":
-            b_s = tl.load(p_weights + o_row[:, None] * W + o_column, mask=m_column, other=0)
+            b_s = tl.load(p_weights + o_row[:, None] * W + o_column, mask=m_s, other=0)
         else:
             b_s = _scores(
                 (p_q, query[1][3], m_q), (p_k + o_k.to(tl.int64) * key[1][2], key[1][3], m_k),
@@ -586,7 +587,8 @@ def _product(
     The sum runs over the keys, or over the queries if m is transposed. As 0·NaN = NaN, a row of x
     that is multiplied only by zeros is not loaded; with ``IGNORE_NONFINITE`` nonfinite elements of
     x count as 0, because m is already NaN wherever such an element is visible. With
-    ``ONLY_NONFINITE`` out is a product already, and is computed again in rows that are not finite.
+    ``ONLY_NONFINITE`` out already contains the product, and only rows of a tile with NaN or
+    infinity are computed again.
     """
     acc: tl.constexpr = p_m.dtype.element_ty
     H, N = sizes
@@ -930,17 +932,28 @@ def _rows_of_keys(bounds, columns: int, B: int, H: int, Tk: int, block: int) -> 
     return rows.expand(B, H, -1, -1).contiguous()
 
 
-def _by_library(dtype: torch.dtype, bounds: Tensor | None, queries: int) -> bool:
-    """Return whether PyTorch's GEMM computes products, which is faster without tensor cores."""
-    return dtype not in HALF and bounds is None and queries > 1
+def _by_library(dtype: torch.dtype, bounds: Tensor | None, queries: int, scale: float = 1) -> bool:
+    """Return whether PyTorch's GEMM computes products: it is faster if tl.dot has no tensor cores.
+
+    A GEMM does not read its factors if the scale, rounded to float32, is 0, which would hide NaN.
+    """
+    is_ordinary = 0 < abs(_pair(scale)[0]) < math.inf
+    return dtype not in HALF and bounds is None and queries > 1 and is_ordinary
+
+
+def _matrices(x: Tensor) -> Tensor:
+    """Return the matrices ``[B·H, ·, ·]`` of all sequences and heads."""
+    return _heads(x).flatten(0, 1)
 
 
 def _multiply_all(left: Tensor, right: Tensor, out: Tensor, scale: float = 1.0) -> None:
-    """Compute ``out = scale · left right`` of every sequence and head, ``[B, H, ·, ·]``."""
-    product = out.flatten(0, 1)  # a copy, if heads are not evenly spaced
-    factors = left.flatten(0, 1), right.flatten(0, 1)
-    torch.baddbmm(product, *factors, beta=0, alpha=scale, out=product)  # with out, no autocast
-    if product.data_ptr() != out.data_ptr():
+    """Compute ``out = scale · left right``: out ``[B, H, ·, ·]``, the factors ``[B·H, ·, ·]``."""
+    B, H, *size = out.shape
+    is_even = B == 1 or H == 1 or out.stride(0) == H * out.stride(1)
+    product = out.flatten(0, 1) if is_even else out.new_empty(B * H, *size)
+    # autocast does not apply to calls with out
+    torch.baddbmm(product, left, right, beta=0, alpha=scale, out=product)
+    if not is_even:
         out.copy_(product.view_as(out))
 
 
@@ -953,9 +966,9 @@ def _multiply(
     If PyTorch multiplies, :func:`_product` computes only what is not finite.
     """
     (B, H, K, N), M = x.shape, out.shape[-2]
-    by_library = _by_library(x.dtype, bounds, M if over_keys else K)
+    by_library = _by_library(x.dtype, bounds, M if over_keys else K, scale)
     if by_library:
-        _multiply_all(_heads(m) if over_keys else _heads(m).mT, x, out, scale)
+        _multiply_all(_matrices(m) if over_keys else _matrices(m).mT, _matrices(x), out, scale)
     Tk = K if over_keys else M
     BM, BK, BN = _block(M, _tile(64, bounds, columns)), _block(K, _depth(x.dtype)), _block(N, 64)
     rows = None if over_keys else _rows_of_keys(bounds, columns, B, H, Tk, BM)
@@ -983,13 +996,14 @@ def launch_forward(
     context = _heads(context)
     (B, H, Tq, A), Tk, W = query.shape, key.shape[2], columns or key.shape[2]
     bias, mask = (None if x is None else _heads(x).expand(B, H, Tq, W) for x in (bias, mask))
-    # Scores by GEMM, or by programs that divide the keys, before a launch for their softmax.
+    # First compute the scores, by a GEMM or by programs that divide the keys; then their softmax.
+    # In half types the products with values stay fused where weights would be rounded before them.
     apart = weights is not None and context is not None and bounds is None and Tq > 1
-    apart &= score != "dot" or query.dtype not in HALF
+    apart &= query.dtype not in HALF or (score != "dot" and Dv > 128)
     if apart:
         with torch.cuda.device_of(query):
             if score == "dot":
-                _multiply_all(query, key.mT, _heads(weights))
+                _multiply_all(_matrices(query), _matrices(key).mT, _heads(weights))
             else:
                 sums = call._replace(bias=None, mask=None, scale=1.0)
                 launch_forward(sums, None, weights, lse)
@@ -1096,7 +1110,8 @@ def _additive_gradients(call: AttentionBackward, ds: Tensor, dq: Tensor, dk: Ten
         **LAUNCH_OPTIONS,
     }
     q, k, w, span, scale = *map(_strided, (query, key, score_vector, bounds)), _pair(call.scale)
-    # With 168 three programs run on a multiprocessor, with 128 four; with spans, 128 would spill.
+    # With 168 registers three programs fit on a multiprocessor, with 128 four. With spans, 128
+    # would spill.
     most = (168, 128 if bounds is None else None) if factored else (None, None)
     over_keys, over_queries = map(_registers, most)
     _additive_gradient[(B * H * triton.cdiv(Tq, BQ), triton.cdiv(A, BA))](
@@ -1138,7 +1153,7 @@ def backward(call: AttentionBackward) -> AttentionGradients:
         if grad_score is None:
             of_product = _strided(grad_context), _strided(value)
             if _by_library(query.dtype, bounds, Tq):
-                _multiply_all(grad_context, value.mT, _heads(ds))
+                _multiply_all(_matrices(grad_context), _matrices(value).mT, _heads(ds))
                 of_product, (BQ, BK) = (None, None), SUMS
             _score_gradient[(B * H * triton.cdiv(Tq, BQ),)](
                 of_product[0], *map(_contiguous, (call.grad_weights, grad_log_sum_exp)),

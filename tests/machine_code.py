@@ -20,7 +20,7 @@ def run_tool(name: str, file: Path, *flags: str, cwd: Path | None = None) -> str
 
 
 class Instruction(NamedTuple):
-    """An instruction of sm_70 or later, and how it is scheduled.
+    """An instruction of sm_70 or later, and its scheduling fields.
 
     Attributes:
         code: such as ``LDG.E.128``.
@@ -108,7 +108,7 @@ def clocks(loop: list[Instruction], warps: int, times: int = 20) -> float:
     banks and misses of the cache for instructions are left out.
     """
     code = loop * times
-    at, ready = [0] * warps, [37 * w for w in range(warps)]  # they do not begin together
+    at, ready = [0] * warps, [37 * w for w in range(warps)]  # they start at different times
     barriers = [[0] * 6 for _ in range(warps)]
     free: Counter = Counter()
     clock, last = 0, -1

@@ -222,6 +222,24 @@ def test_scale_multiplies_the_query(size, terms, backend):
         torch.testing.assert_close(got[key], value, msg=key)
 
 
+@pytest.mark.parametrize("scale", [0.0, 1e-50])
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of Triton's interpreter
+def test_a_scale_of_0_hides_no_nan(scale, backend):
+    """Also one that float32 rounds to 0; a GEMM does not read matrices with such a factor."""
+    case = Case("dot", 1, 9, 20, 64, 64)
+    args = inputs(case, DEVICE[backend])
+    args.pop("score_vector")
+    args["query"].data[0, 0, 0] = math.nan
+
+    def of(backend):
+        dot = functools.partial(attnfast.dot_attention, scale=scale, backend=backend)
+        return results(case, args, lambda **a: dot(**a)[:1])
+
+    got, want = of(backend), of("reference")
+    for name, value in want.items():
+        assert torch.equal(got[name].isnan(), value.isnan()), name
+
+
 @pytest.mark.parametrize("columns", [8, 600])
 def test_results_do_not_depend_on_what_is_asked(columns, backend):
     args = inputs(Case("tanh", 2, 5, 17, 8, columns, terms=("lengths",)), DEVICE[backend])

@@ -571,7 +571,8 @@ def test_gradcheck(score, heads, backend):
 def test_hidden_keys_change_nothing(terms, backend):
     """NaN in keys and values past a length or under a mask is as good as 0.
 
-    To the bit, but where PyTorch multiplies: a product that was NaN is summed in another order.
+    Results are equal to the bit, except where PyTorch multiplies: what was NaN in its product is
+    summed again, in another order.
     """
     case = History("tanh", 2, 3, 21, 9, 6, terms=(*terms, "state", "lengths", "mask"))
     skip_unless(backend, case)

@@ -199,7 +199,7 @@ CLOCKS = {
 
 @pytest.mark.parametrize("name", CLOCKS)
 def test_clocks_of_inner_loops(name, folder):
-    """A reciprocal that the next instruction waits for costs more than all instructions."""
+    """Waiting for every reciprocal takes longer than all instructions of the loop."""
     sass = code(folder, "90").get(name) or pytest.skip("not built for sm_90")
     elements, loop = additive_loop(scheduled_loops(sass))
     warps, most = CLOCKS[name]

@@ -450,6 +450,8 @@ def test_what_every_backend_owes(score, host):
     test_attention.test_half_inputs_of_256(host)
     for size in ((3, 5, 8, 8), (9, 20, 64, 8)):
         test_attention.test_scale_multiplies_the_query(size, ("bias",), host)
+    for scale in (0.0, 1e-50):
+        test_attention.test_a_scale_of_0_hides_no_nan(scale, host)
 
 
 @pytest.mark.parametrize("factor", [1e4, -5e4])

@@ -55,6 +55,7 @@ bool may_multiply(const Problem& a) {
 }
 
 bool together(const Problem& a) { return even(a, a.query) && even(a, a.key) && even(a, a.value); }
+
 // Return true if it is used: one call for all matrices, or, in the backward, large matrices.
 bool multiplies(const Forward& a) {
   if (!a.weights.data && a.H * a.Tk * std::min(a.Tq, kPartRows) > kPart) return false;

@@ -1,5 +1,5 @@
 // Matrix products of attention over whole targets by PyTorch's GEMM, which is faster than ours: those of
-// dot scores, and those with values of all scores, in a forward if its weights are returned.
+// dot scores and, for all scores, those with values. A forward uses it only if weights are returned.
 #pragma once
 #include "../launch_attention.h"
 #include "attention.cuh"
@@ -28,7 +28,7 @@ void multiply_seen(const Problem& a, const MatrixProduct& x, const Launch& launc
 
 constexpr int64_t kLibraryKeys = 8192;  // of a row that `normalise` takes, at most
 // Multiply-adds of scores and contexts from which the forward of other scores than dot gains from its
-// larger number of launches; the tests' stand-in for CUDA has its own.
+// larger number of launches; the host tests define a smaller number.
 #ifndef ATTNFAST_LIBRARY_FORWARD
 #define ATTNFAST_LIBRARY_FORWARD (1 << 27)
 #endif
@@ -50,8 +50,9 @@ bool multiplies(const Forward& a) {
 bool multiplies_values(const Backward& a) {
   return multiplies(a, {a.value, a.grad_context}) && dense(a, a.grad_value, a.Tk, a.Dv);
 }
-bool multiplies_keys(const Backward& a) {  // a scale of 0 would hide NaN
-  return a.score == Score::dot && a.scale != 0 && multiplies(a, {a.query, a.key}) &&
+bool multiplies_keys(const Backward& a) {
+  const float scale = std::abs(float(a.scale));  // a GEMM with a factor of 0 would hide NaN
+  return a.score == Score::dot && 0 < scale && scale < INFINITY && multiplies(a, {a.query, a.key}) &&
          dense(a, a.grad_query, a.Tq, a.A) && dense(a, a.grad_key, a.Tk, a.A);
 }
 

@@ -194,7 +194,7 @@ template <Score S, bool small, class C>
 __device__ void score_features(const C (*rows)[kPitch], const C* w, C (&sum)[4][4]) {
   const int lane = threadIdx.x % 32;
   const C(*const queries)[kPitch] = rows + lane / 8, (*const keys)[kPitch] = rows + kQueries + lane % 8;
-  constexpr int n = 2;  // with 4, too few registers are left for reciprocals to overlap
+  constexpr int n = 2;  // with 4 features, too few registers are left for reciprocals to overlap
 #pragma unroll 1
   for (int c = 0; c < kFeatures; c += n) {
     C k[4][n];
