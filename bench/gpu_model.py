@@ -75,8 +75,9 @@ HEADING = """# Model of the CUDA kernels on sm_90
 - the additive score in float32, whole targets; commit {commit}
 - instructions, and clocks of a scheduler, of the inner loop for each (query, key, feature) of a
   lane, with one warp and with as many as fit; half a special function alone takes 4 clocks
-- elements of all lanes per second, and times of the inner loops alone; in brackets times measured
-  on an H100 at commit 6bc7e8f, when no clusters divided the sums of gradients
+- elements of all lanes per second, and times of the inner loops alone
+- in brackets times measured on an H100 at commit 6bc7e8f, when no clusters divided the sums of
+  gradients; at S3 they cannot be compared
 """
 
 
