@@ -157,6 +157,11 @@ class Devices(TorchFunctionMode):
 class Stream:
     """Work is done at once."""
 
+    cuda_stream, device = 0, GPU
+
+    def __init__(self, *_: Any):
+        pass
+
     def wait_stream(self, other):
         pass
 
@@ -170,7 +175,7 @@ class Graph:
     def __init__(self):
         self.operators = []
 
-    def capture_begin(self, **_: Any):
+    def capture_begin(self, *_: Any, **__: Any):
         global captured
         captured = self.operators
 

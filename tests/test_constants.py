@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from attnfast.ops import copying, self_check
+from attnfast.ops import copying, recurrent, self_check
 from attnfast.ops.backends import DispatchKey
 
 ROOT = Path(__file__).parent.parent
@@ -71,3 +71,8 @@ def test_exponents_of_a_transition_have_one_limit():
     text = (ROOT / "csrc" / "coverage.h").read_text()
     [limit] = re.findall(r"kLeastLogarithm = .*: C\((-\d+)\);", text)
     assert coverage.MAX_EXPONENT.value == -float(limit)
+
+
+def test_layers_with_so_many_sequences_have_no_graphs():
+    """Their steps are one launch already."""
+    assert constant("cuda/persistent.cuh", "kMostSequences") == recurrent.MOST_AT_ONCE

@@ -19,6 +19,7 @@ import pytest
 import test_attention
 import test_copying
 import test_coverage
+import test_cuda_graphs
 import test_memory
 import test_nn_recurrent
 import test_recurrent
@@ -33,7 +34,7 @@ import attnfast.decoding.memory
 import attnfast.functional
 from attnfast.nn import _fused_rnn
 from attnfast.ops.attention import ATTENTION
-from attnfast.ops.recurrent import attention_of
+from attnfast.ops.recurrent import attention_of, runs_step_by_step
 
 ROOT = Path(__file__).parent.parent
 HOST = ROOT / "tests" / "cuda_host"
@@ -573,13 +574,14 @@ def test_launches_of_all_steps_at_once(recurrence, score, recurrent, at_once, li
     if at_once != "all":
         pytest.skip("how much fits in shared memory changes no number of launches")
     counts = []
-    for T in (2, 5):
+    for T in (2, 8):
         case = test_recurrent.Case("lstm", recurrence, score, T=T, terms=("lengths", "projection"))
         args = test_recurrent.call(case)
         library.take_launches()
         made = test_recurrent.RECURRENT(recurrent, args)
         counts.append([library.take_launches()])
         given = test_recurrent.backward_of(args, made)._replace(grad_contexts=None)
+        assert not runs_step_by_step(args._asdict()) and not runs_step_by_step(given._asdict())
         test_recurrent.RECURRENT.backward(recurrent, given)
         counts[-1].append(library.take_launches())
     assert counts[0] == counts[1]
@@ -599,12 +601,23 @@ def test_launches_of_all_steps_at_once(recurrence, score, recurrent, at_once, li
 )  # fmt: skip
 def test_layers_that_run_step_by_step(change, recurrent, library):
     library.set_multiprocessors(1, 1 << 20)
-    sizes = {"B": 3, "T": 2, "terms": ("projection",), **change}
+    sizes = {"B": 3, "T": 8, "terms": ("projection",), **change}
     case = test_recurrent.Case(**{"mode": "gru", "recurrence": "attend_first", **sizes})
+    args = test_recurrent.call(case)
     library.take_launches()
-    test_recurrent.RECURRENT(recurrent, test_recurrent.call(case))
+    test_recurrent.RECURRENT(recurrent, args)
     library.set_multiprocessors(0, 0)
     assert library.take_launches() > 3 * sizes["T"]
+    assert runs_step_by_step(args._asdict()) or sizes.get("Tk")  # which only the library knows
+
+
+@pytest.mark.parametrize(
+    "case",
+    [x for x in test_cuda_graphs.CASES if not {*test_recurrent.SPARSE} & {*x.terms}],
+    ids=str,
+)
+def test_recurrent_layers_in_graphs(case, recurrent, captured):
+    test_cuda_graphs.judge(case, recurrent, captured)
 
 
 def test_repeated_launches_are_bitwise_equal(recurrent, library):

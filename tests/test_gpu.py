@@ -274,6 +274,28 @@ def test_a_layer_as_a_graphed_callable(num_layers):
     judge_graphs(lambda x, inputs: torch.cuda.make_graphed_callables(x, inputs()), num_layers)
 
 
+def test_a_layer_captures_and_replays_its_steps(monkeypatch):
+    """A stack, whose steps have launches of their own; its batches share a bucket of lengths."""
+    torch.manual_seed(0)
+    models = {"0": Decoder(2).cuda(), "1": Decoder(2).cuda()}
+    models["1"].load_state_dict(models["0"].state_dict())
+    replays = []
+    replay = torch.cuda.CUDAGraph.replay
+    monkeypatch.setattr(
+        torch.cuda.CUDAGraph, "replay", lambda graph: replays.append(1) or replay(graph)
+    )
+    for T, Tk in ((17, 33), (18, 36), (17, 34), (18, 33)):
+        inputs, found = (leaf(B, T, 6), leaf(B, Tk, 9)), []
+        for setting, model in models.items():
+            monkeypatch.setenv("ATTNFAST_CUDA_GRAPHS", setting)
+            output = model(*inputs)
+            leaves = [*inputs, *model.parameters()]
+            found.append([output, *torch.autograd.grad(output.square().sum(), leaves)])
+        for got, want in zip(*found):
+            torch.testing.assert_close(got, want)
+    assert len(replays) == 6
+
+
 @pytest.mark.parametrize("score", ["additive", "dot"])
 def test_more_sequences_than_a_grid_has_rows(score, backend):
     if backend in ("reference", "cpu"):

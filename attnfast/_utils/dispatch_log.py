@@ -109,10 +109,11 @@ def explain(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Expl
     """Run a call, and report its implementation and why faster ones were not used.
 
     Decisions are the backend of an operator, one operator or a loop for a recurrent layer, an
-    ``nn.GRU`` or a search, and attnfast or its own code for a replaced module. Those of a compiled
-    graph were made when it was traced, and are not reported, nor are those of other threads. An
-    ``nn.GRU`` outside attnfast's models always runs in PyTorch. The environment variable
-    ``ATTNFAST_LOG=dispatch`` logs each new decision of a program to stderr instead.
+    ``nn.GRU`` or a search, a CUDA graph for the launches of a layer or none, and attnfast or its
+    own code for a replaced module. Those of a compiled graph were made when it was traced, and are
+    not reported, nor are those of other threads. An ``nn.GRU`` outside attnfast's models always
+    runs in PyTorch. The environment variable ``ATTNFAST_LOG=dispatch`` logs each new decision of a
+    program to stderr instead.
 
     Args:
         function: a function, a module or a method: of attnfast, or of a model that uses it.

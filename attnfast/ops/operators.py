@@ -32,6 +32,10 @@ TYPES: dict[Any, str] = {
 }
 
 
+#: Calls an operator with arguments, such as by a CUDA graph, and returns its results.
+Runner = Callable[[Any, Any], tuple[Any, ...]]
+
+
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the accumulation dtype: float64 for float64, float32 otherwise."""
     return torch.float64 if dtype == torch.float64 else torch.float32
@@ -67,12 +71,12 @@ def may_need_gradient(arguments: Any) -> bool:
     return is_transformed() or needs_gradient(arguments)
 
 
-def invoke(overload: Any, arguments: Any) -> Any:
-    """Call an operator; below autograd, which is faster, if no gradient is needed."""
+def invoke(overload: Any, arguments: Any, run: Runner | None = None) -> Any:
+    """Call an operator: if no gradient is needed, below autograd, which is faster, by ``run``."""
     if torch.compiler.is_compiling() or (torch.is_grad_enabled() and may_need_gradient(arguments)):
         return results_of(overload(*arguments))
     with below_autograd():
-        return results_of(overload(*arguments))
+        return results_of(overload(*arguments)) if run is None else run(overload, arguments)
 
 
 def results_of(returned: Any) -> tuple[Any, ...]:
@@ -122,6 +126,7 @@ class ForwardOperator:
         check: raises before any computation unless the arguments fit.
         fake: returns empty results.
         backends: the backends that implement it.
+        runners: what calls the operator of a backend, by the backend's name.
     """
 
     def __init__(
@@ -133,10 +138,11 @@ class ForwardOperator:
         check: Callable[[Any], None],
         fake: Callable[[Any], Any],
         backends: tuple[str, ...] = tuple(LIBRARIES),
+        runners: dict[str, Runner] | None = None,
     ):
         self.libraries = {backend: LIBRARIES[backend] for backend in backends}
         self.name, self.Call, self.Result = name, Call, Result
-        self.check, self.fake = check, fake
+        self.check, self.fake, self.runners = check, fake, runners or {}
         self.forwards = self.define(name, Call, Result, check, fake, self.libraries)
 
     @staticmethod
@@ -164,7 +170,11 @@ class ForwardOperator:
 
     def __call__(self, backend: str, arguments: Any) -> Any:
         """Run a backend; gradients use the derivative that is registered with PyTorch."""
-        return unchecked(self.Result, invoke(self.forwards[backend], arguments))
+        return unchecked(self.Result, self.forward(backend, arguments))
+
+    def forward(self, backend: str, arguments: Any) -> tuple[Any, ...]:
+        """Return the results of a backend as a plain tuple."""
+        return invoke(self.forwards[backend], arguments, self.runners.get(backend))
 
     def differentiable(self, backend: str, arguments: Any) -> Any:
         """Return the result of the forward itself, which has no gradient."""
@@ -176,7 +186,7 @@ class Operator(ForwardOperator):
 
     Args:
         name: in the namespaces ``attnfast_<backend>``; its backward is ``<name>_backward``.
-        Call, Result, check, fake, backends: those of a :class:`ForwardOperator`.
+        Call, Result, check, fake, backends, runners: those of a :class:`ForwardOperator`.
         Backward: the arguments of its backward. Each field is the gradient of a result
             (``grad_states``); an argument or a result, which is then saved (``input``,
             ``states``); ``need_grad_input`` and the like; or an optional argument that only steps
@@ -203,8 +213,11 @@ class Operator(ForwardOperator):
         fake_backward: Callable[[Any], Any],
         constant: tuple[str, ...] = (),
         backends: tuple[str, ...] = tuple(LIBRARIES),
+        runners: dict[str, Runner] | None = None,
     ):
-        super().__init__(name, Call, Result, check=check, fake=fake, backends=backends)
+        super().__init__(
+            name, Call, Result, check=check, fake=fake, backends=backends, runners=runners
+        )
         self.Backward, self.Gradients, self.constant = Backward, Gradients, constant
         self._plan(needs)
         self.backwards = self.define(
@@ -226,7 +239,8 @@ class Operator(ForwardOperator):
 
     def backward(self, backend: str, arguments: Any) -> Any:
         """Run the backward on a backend."""
-        return unchecked(self.Gradients, invoke(self.backwards[backend], arguments))
+        found = invoke(self.backwards[backend], arguments, self.runners.get(backend))
+        return unchecked(self.Gradients, found)
 
     # ---- the derivative --------------------------------------------------------------------------
 
@@ -325,7 +339,7 @@ class Operator(ForwardOperator):
             @staticmethod
             def forward(ctx: Any, *inputs):
                 *arguments, ctx.backend = inputs
-                output = invoke(own.forwards[ctx.backend], arguments)
+                output = own.forward(ctx.backend, arguments)
                 own.setup_context(ctx, arguments, output)
                 return output
 

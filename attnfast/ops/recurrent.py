@@ -15,6 +15,7 @@ last layer::
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +27,7 @@ from attnfast.ops.attention import check as check_attention
 from attnfast.ops.coverage import NORMALISATIONS as WITH_HISTORY
 from attnfast.ops.coverage import CoverageInputs
 from attnfast.ops.coverage import check as check_coverage
+from attnfast.ops.cuda_graphs import Graphs
 from attnfast.ops.operators import LIBRARIES, Operator
 
 #: The cells: the number of gates in the parameters, and of values per unit that the backward reads.
@@ -500,6 +502,41 @@ def _fake_backward(call: RecurrentBackward) -> RecurrentGradients:
     return RecurrentGradients(**{f"grad_{name}": x for name, x in grads.items()})
 
 
+#: The axes over steps and keys, counted from the last, of arguments and results.
+STEPS = {"input": -2, "transition_prob": -1} | dict.fromkeys(
+    (
+        "mask", "key_bounds", "dropout_between", "dropout_output", "dropout_state", "dropout_cell",
+        "dropout_query", "dropout_feed", "dropout_joined", "states", "cells", "contexts", "weights",
+        "attentional", "queries", "gates", "log_weights", "sigmoid_sum", "context_gates",
+    ), -2
+)  # fmt: skip
+KEYS = {"key": -2, "value": -2} | dict.fromkeys(
+    ("mask", "inverse_fertility", "coverage", "previous", "weights", "log_weights"), -1
+)
+#: The most sequences whose steps the CUDA library runs in one launch, and the fewest steps for
+#: which a CUDA graph of many launches is worth its copies.
+MOST_AT_ONCE, FEWEST_STEPS = 128, 8
+
+
+def runs_step_by_step(call: Mapping[str, Any]) -> bool:
+    """Return whether the CUDA library certainly has launches for each of many steps."""
+    B, T, _ = call["input"].shape
+    more = (
+        "coverage", "weight_ih_upper", "dropout_output", "dropout_state", "dropout_cell",
+        "dropout_query", "dropout_feed", "dropout_joined", "weight_gate",
+    )  # fmt: skip
+    has_tanh = call["weight_output"] is None or call["output_activation"] == "tanh"
+    alone = call["key"] is not None and has_tanh and all(call[name] is None for name in more)
+    at_once = alone and call["input"].dtype == torch.float32 and B <= MOST_AT_ONCE
+    return T >= FEWEST_STEPS and not at_once
+
+
+def _logarithms(call: Mapping[str, Any]) -> tuple[str, ...]:
+    return () if call["transition_prob"] is None else ("previous", "log_weights")
+
+
+GRAPHS = Graphs({"target_lengths": STEPS, "lengths": KEYS}, runs_step_by_step, _logarithms)
+
 # The parameters in a layout that a backend caches for many calls, private to the backend.
 LIBRARIES["cpu"].define(
     "pack_recurrent(Tensor weight_ih, Tensor weight_hh, Tensor? bias_ih, Tensor? bias_hh, "
@@ -511,6 +548,7 @@ RECURRENT = Operator(
     "recurrent", RecurrentInputs, RecurrentOutputs, RecurrentBackward, RecurrentGradients,
     check=check, check_backward=_check_backward, fake=fake, fake_backward=_fake_backward,
     constant=("queries", "gates", "sigmoid_sum", "context_gates"), backends=("cpu", "cuda"),
+    runners={"cuda": GRAPHS.run},
     needs={
         "need_grad_input": ("input",),
         "need_grad_parameters": PARAMETERS,

@@ -12,7 +12,6 @@ the K hypotheses of a sentence are K queries of its keys; with one, each has a c
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from attnfast.ops.attention import AttentionInputs
 from attnfast.ops.backends import select_backend
 from attnfast.ops.copying import COPYING, CopyInputs
 from attnfast.ops.coverage import COVERAGE, CoverageInputs
+from attnfast.ops.cuda_graphs import capture
 from attnfast.ops.recurrent import RecurrentInputs
 from attnfast.ops.reference import recurrent, widen_weights
 from attnfast.ops.reference_search import score_words
@@ -86,20 +86,6 @@ def _next_state(
     return h, c, h[:, :0]
 
 
-def _capture(step: Callable[[], None]) -> torch.cuda.CUDAGraph:
-    """Capture a step; PyTorch's caches are not emptied, as ``torch.cuda.graph`` empties them."""
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        graph.capture_begin(capture_error_mode="thread_local")
-        try:
-            step()
-        finally:
-            graph.capture_end()
-    torch.cuda.current_stream().wait_stream(stream)
-    return graph
-
-
 class _SearchState:
     """The state of a search of B sentences with K hypotheses each, in R = B K rows."""
 
@@ -157,7 +143,7 @@ class _SearchState:
             if t and t % STEPS_PER_SYNC == 0 and not captured and bool(self.ended.all()):
                 return
             if captures and t == 1:
-                graph = _capture(self.step)
+                graph = capture(self.step)
             if graph is None:
                 self.step()
             else:

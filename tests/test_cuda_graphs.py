@@ -1,0 +1,247 @@
+"""CUDA graphs of a recurrent layer, without a GPU: a replay runs the captured work again."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import test_recurrent
+import torch
+
+import attnfast
+from attnfast._utils.checks import InputError
+from attnfast.ops import cuda_graphs, reference, self_check
+from attnfast.ops.backends import DispatchKey, unsupported_reason
+from attnfast.ops.recurrent import GRAPHS, RECURRENT
+
+pytestmark = pytest.mark.skipif(
+    unsupported_reason("cpu", torch.device("cpu"), torch.float32) is not None, reason="no _C_cpu"
+)
+Case = test_recurrent.Case
+EVERYTHING, PAST = test_recurrent.EVERYTHING, test_recurrent.PAST
+CASES = [
+    *(
+        Case("gru", x, "tanh", terms=EVERYTHING, seed=seed)
+        for seed, x in enumerate(test_recurrent.RECURRENCES)
+    ),
+    Case("tanh", None, terms=("targets", "dropout", "biases")),
+    Case("gru", "attend_first", terms=("entmax15", *EVERYTHING)),
+    Case("lstm", "input_feeding", "tanh", terms=(*EVERYTHING, *test_recurrent.STACK)),
+    Case("gru", "attend_last", "tanh", terms=(*EVERYTHING, *PAST, "gate"), seed=2),
+    Case("gru", "attend_last", "dot", terms=("projection", *PAST, "unread"), dtype=torch.float64),
+    Case("gru", "attend_first", "tanh", terms=("past", "sigmoid", "filters", "detached"), seed=1),
+    Case(
+        "lstm", "input_feeding", "tanh",
+        terms=(*EVERYTHING, *test_recurrent.MASKS, "zoneout", "identity", "gate"),
+    ),
+]  # fmt: skip
+
+
+class Graph:
+    """Work that runs again when it is replayed."""
+
+    def __init__(self, work):
+        self.work, self.replays = work, 0
+
+    def replay(self):
+        self.replays += 1
+        self.work()
+
+
+@pytest.fixture
+def captured(monkeypatch):
+    """Let every layer be captured; return the list of graphs."""
+    made = []
+
+    def capture(work, *_):
+        made.append(Graph(work))
+        return made[-1]
+
+    fake = dict(
+        Stream=lambda *_: None, graph_pool_handle=lambda: None,
+        is_current_stream_capturing=lambda: False,
+        current_stream=lambda _: SimpleNamespace(cuda_stream=0),
+    )  # fmt: skip
+    for name, stand_in in fake.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    monkeypatch.setattr(cuda_graphs, "is_on_gpu", lambda _: True)
+    monkeypatch.setattr(cuda_graphs, "capture", capture)
+    graphs = cuda_graphs.Graphs(GRAPHS.axes, lambda _: True, GRAPHS.logarithms)
+    for backend in ("cpu", "cuda"):
+        monkeypatch.setitem(RECURRENT.runners, backend, graphs.run)
+    return made
+
+
+def arguments(T=9, Tk=17, **more):
+    return test_recurrent.call(Case("gru", "attend_first", "tanh", T=T, Tk=Tk, **more))
+
+
+def run(args):
+    return RECURRENT.differentiable("cpu", args)
+
+
+def judge(case, backend, captured):
+    """The first call, the one that captures and a replay satisfy the rule, with padding."""
+    with mock.patch.object(cuda_graphs, "bucket", lambda n: n + 3):
+        for _ in range(3):
+            test_recurrent.judge(case, backend)
+    assert [x.replays for x in captured] == [2] * len(captured) and captured
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_table(case, captured):
+    judge(case, "cpu", captured)
+
+
+def test_buckets():
+    lengths = range(1, 2000)
+    buckets = [cuda_graphs.bucket(n) for n in lengths]
+    assert all(n <= x <= 1.125 * n for n, x in zip(lengths, buckets))
+    assert [x for x in sorted(set(buckets)) if 32 <= x < 80] == [
+        32,
+        36,
+        40,
+        44,
+        48,
+        52,
+        56,
+        60,
+        64,
+        72,
+    ]
+
+
+def test_replays_have_the_bits_of_the_first_call(captured):
+    args = arguments()
+    first, second, third = (run(args) for _ in range(3))
+    for x, y, z in zip(first, second, third):
+        assert torch.equal(x, y) and torch.equal(x, z)
+        assert x.is_contiguous() and y.is_contiguous()
+        assert y.data_ptr() != z.data_ptr() or not x.numel()
+    (graph,) = captured
+    assert graph.replays == 2
+
+
+def test_a_bucket_has_one_graph(captured):
+    for T, Tk in ((17, 33), (18, 36), (18, 34), (17, 36)):
+        test_recurrent.judge(Case("gru", "attend_first", "tanh", T=T, Tk=Tk), "cpu")
+    forward, backward = captured
+    assert forward.replays == backward.replays == 3
+    run(arguments(19, 33)), run(arguments(17, 37)), run(arguments(17, 33, dtype=torch.float64))
+    run(arguments(17, 33)._replace(scale=0.3))
+    assert len(captured) == 2
+
+
+def test_results_outlive_the_next_call(captured):
+    """Two forwards before the backward of the first."""
+    first, second = arguments(seed=1), arguments(seed=2)
+    for args in (first, second, first):
+        run(args).states.sum().backward()
+    wanted = torch.autograd.grad(run(first).states.square().sum(), first.input)[0]
+    made = run(first).states
+    run(second)
+    torch.testing.assert_close(torch.autograd.grad(made.square().sum(), first.input)[0], wanted)
+
+
+def test_inference_mode(captured):
+    args = arguments()
+    wanted = run(args).states
+    for _ in range(2):
+        with torch.inference_mode():
+            found = RECURRENT("cpu", args).states
+        assert torch.equal(found, wanted)
+    assert torch.equal(run(args).states, wanted)
+
+
+def test_layers_outside_graphs(captured, monkeypatch):
+    layer = attnfast.nn.AttentionGRU(4, 6, 5, attnfast.nn.LuongAttention(6, 5))
+    x, memory = torch.randn(2, 9, 4), layer.prepare(torch.randn(2, 7, 5))
+
+    def reasons():
+        return str(attnfast.explain(layer, x, memory))
+
+    assert "launches: one by one\n    not a CUDA graph: these are the first" in reasons()
+    assert "launches: a CUDA graph" in reasons()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert "not a CUDA graph: a graph is being captured that contains them" in reasons()
+    monkeypatch.setenv("ATTNFAST_CUDA_GRAPHS", "0")
+    assert "not a CUDA graph: ATTNFAST_CUDA_GRAPHS=0" in reasons()
+    monkeypatch.setenv("ATTNFAST_CUDA_GRAPHS", "off")
+    with pytest.raises(InputError, match="ATTNFAST_CUDA_GRAPHS must be 0 or 1, got off"):
+        layer(x, memory)
+
+
+def test_a_capture_that_fails(captured, monkeypatch):
+    """One warning, and all calls run without graphs."""
+
+    def fail(*_):
+        raise RuntimeError("CUDA error: operation not permitted when stream is capturing\nmore")
+
+    monkeypatch.setattr(cuda_graphs, "capture", fail)
+    args = arguments()
+    wanted = run(args)
+    with pytest.warns(UserWarning, match="attnfast uses no CUDA graphs, the capture failed: CUDA "):
+        found = run(args)
+    found_again = attnfast.explain(run, args)
+    for x, y, z in zip(wanted, found, found_again.output):
+        torch.testing.assert_close(x, y, rtol=0, atol=0)
+        torch.testing.assert_close(x, z)
+    assert "not a CUDA graph: the capture failed: CUDA error" in str(found_again)
+
+
+def test_too_little_memory(captured, monkeypatch):
+    args = arguments()
+    wanted = run(args)
+
+    def fail(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(cuda_graphs, "capture", fail)
+        found = attnfast.explain(run, args)
+    torch.testing.assert_close(found.output.states, wanted.states)
+    assert "not a CUDA graph: there is too little memory" in str(found)
+    run(args), run(args)
+    assert len(captured) == 1
+
+
+def test_the_oldest_graph_is_dropped(captured, monkeypatch):
+    monkeypatch.setattr(cuda_graphs, "MOST_GRAPHS", 2)
+    for scale in (1.0, 1.0, 2.0, 2.0, 1.0, 3.0, 1.0):  # 3 drops 2
+        run(arguments()._replace(scale=scale))
+    assert [x.replays for x in captured] == [3, 1]
+    run(arguments()._replace(scale=2.0))
+    assert len(captured) == 2
+
+
+def test_a_larger_call_has_a_larger_arena(captured):
+    """The graphs of the smaller one are captured again."""
+    small, large = arguments(), arguments(T=100)
+    for args in (small, small, large, large, small, small, large):
+        run(args)
+    assert [x.replays for x in captured] == [1, 2, 2]
+
+
+def test_the_self_check_compares_a_replay(captured, monkeypatch):
+    request = DispatchKey(torch.device("cpu"), torch.float32, "recurrent")
+    assert self_check.compare("cpu", request).failure is None and len(captured) == 2
+    captured.clear()
+    monkeypatch.setattr(Graph, "replay", lambda graph: None)  # nothing is written
+    failure = self_check.compare("cpu", request).failure
+    assert failure is not None and failure.startswith("states")
+
+
+def test_every_axis_of_steps_and_keys_is_known():
+    """An argument or result that the lists lack would not be padded with the others."""
+    T, Tk = 17, 29
+    found = {}
+    for case in CASES:
+        if not (case.T and case.Tk):
+            continue
+        args = test_recurrent.call(replace(case, B=3, E=9, H=13, A=11, Dv=10, F=6, T=T, Tk=Tk))
+        for name, x in (args._asdict() | reference.recurrent(args)._asdict()).items():
+            shape = x.shape if isinstance(x, torch.Tensor) else ()
+            found |= {(name, n): i - len(shape) for i, n in enumerate(shape) if n in (T, Tk)}
+    steps, keys = GRAPHS.axes["target_lengths"], GRAPHS.axes["lengths"]
+    known = {(x, n): axis for n, axes in ((T, steps), (Tk, keys)) for x, axis in axes.items()}
+    assert found == known
