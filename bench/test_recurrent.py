@@ -4,6 +4,7 @@
 ``nn.GRU`` over the same inputs, as wide, says what the recurrence alone costs there.
 """
 
+import os
 from unittest import mock
 
 import pytest
@@ -38,6 +39,18 @@ SHAPES = {  # B, T, Tk, E, H, A; contexts have H features
     "long sentences": (32, 100, 100, 512, 512, 512),
     "one sentence": (1, 50, 50, 256, 512, 512),
 }
+
+
+def without_graphs(call):
+    """Return the call without CUDA graphs, by name, or nothing on a CPU."""
+
+    def run():
+        with mock.patch.dict(os.environ, ATTNFAST_CUDA_GRAPHS="0"):
+            return call()
+
+    return {"without CUDA graphs": run} if DEVICE.type == "cuda" else {}
+
+
 LAYERS = {"GRU": (AttentionGRU, nn.GRUCell, nn.GRU), "LSTM": (AttentionLSTM, nn.LSTMCell, nn.LSTM)}
 
 
@@ -133,6 +146,7 @@ def test_stack(benchmark, shape, direction):
     }
     leaves = [source, *layer.parameters()] if direction != "forward" else None
     calls = {name: timed(way, leaves, grad) for name, way in ways.items()}
+    calls |= without_graphs(calls["attnfast"])
     alike(calls.values())
     compare(benchmark, "LSTM, two layers, input_feeding", shape, SHAPES[shape], direction, calls)
     benchmark.extra_info["size_names"] = "B, T, Tk, E, H, A"
@@ -198,6 +212,7 @@ def test_with_a_history(benchmark, kind, shape, direction):
     ways = {"attnfast": whole, "step by step": steps, "eager": peer}
     leaves = [source, *layer.parameters()] if direction != "forward" else None
     calls = {name: timed(way, leaves, grad) for name, way in ways.items()}
+    calls |= without_graphs(calls["attnfast"])
     alike(calls.values())
     compare(benchmark, f"GRU, {kind}", shape, SHAPES[shape], direction, calls)
     benchmark.extra_info["size_names"] = "B, T, Tk, E, H, A"

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from attnfast.models import encoders
-from attnfast.ops import backends, search_steps
+from attnfast.ops import backends, cuda_graphs, search_steps
 from attnfast.ops.search import SearchInputs
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -40,10 +40,13 @@ WAITING = {
     "repeat_interleave",
 }
 captured: list | None = None  # by the graph that is being captured: operators, arguments, results
+is_invalid = False  # whether that graph had to refuse an operator
 
 
 def refuse_in_a_graph(what: object) -> None:
+    global is_invalid
     if captured is not None:
+        is_invalid = True
         raise RuntimeError(f"{what} while a graph is captured")
 
 
@@ -166,7 +169,7 @@ class Stream:
         pass
 
     def synchronize(self):
-        pass
+        refuse_in_a_graph("synchronize")
 
 
 class Graph:
@@ -180,8 +183,10 @@ class Graph:
         captured = self.operators
 
     def capture_end(self):
-        global captured
-        captured = None
+        global captured, is_invalid
+        was_invalid, captured, is_invalid = is_invalid, None, False
+        if was_invalid:
+            raise RuntimeError("the capture is invalid")
 
     def replay(self):
         for run, (args, kwargs), result in self.operators:
@@ -196,8 +201,11 @@ def capture(graph: Graph, **_: Any):
     graph.capture_begin()
     try:
         yield
-    finally:
-        graph.capture_end()
+    except BaseException:
+        with contextlib.suppress(RuntimeError):
+            graph.capture_end()
+        raise
+    graph.capture_end()
 
 
 def launched(function: Callable) -> Callable:
@@ -232,6 +240,7 @@ def attention_skip_reason(backend, device, dtype=None, operator="attention", *_)
 
 for name in ("find_candidates", "log_probs", "continue_beam", "trace"):
     setattr(search, name, launched(getattr(search, name)))
+cuda_graphs.PLAIN_TENSORS.add(OnGpu)
 backends.load_library("_C_cpu")
 backends.triton_interpreted = lambda: False
 backends.unsupported_reason = attention_skip_reason
@@ -243,6 +252,9 @@ for name, stand_in in {
     "current_stream": lambda *_: Stream(),
     "Stream": Stream,
     "stream": lambda _: contextlib.nullcontext(),
+    "device": lambda _: contextlib.nullcontext(),
+    "current_blas_handle": lambda: 0,
+    "get_allocator_backend": lambda: "native",
     "CUDAGraph": Graph,
     "graph": capture,
     "_lazy_init": lambda: None,

@@ -75,4 +75,4 @@ def test_exponents_of_a_transition_have_one_limit():
 
 def test_layers_with_so_many_sequences_have_no_graphs():
     """Their steps are one launch already."""
-    assert constant("cuda/persistent.cuh", "kMostSequences") == recurrent.MOST_AT_ONCE
+    assert constant("cuda/persistent.cuh", "kMostSequences") == recurrent.MAX_PERSISTENT_BATCH

@@ -7,6 +7,8 @@ from functools import partial
 from unittest import mock
 
 import pytest
+import test_cuda_graphs
+import test_recurrent
 import torch
 
 import attnfast
@@ -14,8 +16,9 @@ from attnfast._utils.checks import InputError
 from attnfast.decoding import beam_search, greedy_search, sample
 from attnfast.decoding import memory as memories
 from attnfast.models import ATTENTIONS, Config, build
+from attnfast.ops import cuda_graphs
 from attnfast.ops.backends import unsupported_reason
-from attnfast.ops.recurrent import RECURRENT, RecurrentInputs
+from attnfast.ops.recurrent import GRAPHS, RECURRENT, RecurrentInputs
 from attnfast.translate.data import Example, collate
 from attnfast.translate.trainer import (
     Options,
@@ -294,6 +297,29 @@ def test_a_layer_captures_and_replays_its_steps(monkeypatch):
         for got, want in zip(*found):
             torch.testing.assert_close(got, want)
     assert len(replays) == 6
+
+
+def test_dropout_after_an_invalid_capture():
+    """PyTorch's generator and allocator are as before."""
+    with pytest.raises(cuda_graphs.InvalidCaptureError):
+        cuda_graphs.capture(lambda: torch.cuda.current_stream().synchronize())
+    x = torch.nn.functional.dropout(leaf(100, 100))
+    x.sum().backward()
+    del x
+    torch.cuda.empty_cache()
+    graph = cuda_graphs.capture(lambda: torch.zeros(3, device="cuda"))
+    graph.replay()
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("case", test_cuda_graphs.CUDA_CASES, ids=str)
+def test_layers_in_graphs(case, monkeypatch):
+    """The first call, the one that is captured and a replay satisfy the rule, with padding."""
+    monkeypatch.setattr(GRAPHS, "has_many_launches", lambda _: True)
+    monkeypatch.setattr(cuda_graphs, "bucket", lambda n: n + 3)
+    for _ in range(3):
+        test_recurrent.judge(case, "cuda")
+    assert GRAPHS.failure is None
 
 
 @pytest.mark.parametrize("score", ["additive", "dot"])

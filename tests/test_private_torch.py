@@ -3,6 +3,7 @@
 import inspect
 from pathlib import Path
 
+import pytest
 import torch
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -72,6 +73,12 @@ def test_a_mode_that_records():
         torch.ones(2)
     )
     assert seen == [True, True] and not torch_private.has_dispatch_mode()
+
+
+@pytest.mark.skipif(torch.version.cuda is None, reason="PyTorch is built without CUDA")
+def test_the_pool_of_an_invalid_capture():
+    """Its memory is not used again."""
+    assert hasattr(torch._C, "_cuda_endAllocateToPool")
 
 
 def test_transforms():

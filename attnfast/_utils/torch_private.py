@@ -30,6 +30,11 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[misc]
 
 
+def end_allocation_to_pool(device: torch.device, pool: Any) -> None:
+    """Let a GPU's allocator leave the pool of a capture that PyTorch did not end properly."""
+    torch._C._cuda_endAllocateToPool(device.index, pool)
+
+
 def has_saved_tensor_hooks() -> bool:
     """Return whether saved-tensor hooks are active, as under gradient checkpointing."""
     return bool(torch._C._autograd._top_saved_tensors_default_hooks(True))

@@ -5,38 +5,46 @@ faster than the host can launch them. Captured as a CUDA graph they are one laun
 fixed shapes and addresses, so
 
 - lengths are padded to *buckets*, eight in each octave (32, 36, 40, .., 60, 64, 72, ..), and the
-  operator is given the lengths within them, which it does not exceed;
+  operator gets lengths that do not exceed the original ones;
 - arguments are copied into an *arena*, memory at fixed addresses, and results out of it. All graphs
   of a stream share one arena, because they run one after the other, and one pool for what they
   allocate.
 
-The first call of a bucket runs as it is, in the arena too, so that its numbers are those of a
-replay to the last bit; the second is captured.
+The first call of a bucket runs without a graph, but in the arena too, so that its results have the
+same bits as those of a replay. The second call is captured.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from attnfast._utils.checks import InputError, argument_message
 from attnfast._utils.dispatch_log import record
-from attnfast._utils.torch_private import has_dispatch_mode
+from attnfast._utils.torch_private import end_allocation_to_pool, has_dispatch_mode
 from attnfast.ops.operators import results_of
 
-#: The most graphs of a stream; the one that was not used for longest is dropped.
-MOST_GRAPHS = 256
+#: The largest number of graphs of a stream, of first calls that it remembers, and of streams. The
+#: least recently used is dropped.
+MAX_GRAPHS, MAX_FIRST_CALLS, MAX_STREAMS = 256, 4096, 4
 #: The alignment of tensors in an arena, in bytes: that of PyTorch's allocator.
 ALIGNMENT = 512
+#: The classes of tensors that are copied into an arena.
+PLAIN_TENSORS = {Tensor, nn.Parameter}
+
+T = TypeVar("T")
+#: The shape and dtype of a tensor.
+Spec = tuple[tuple[int, ...], torch.dtype]
 
 
 def are_enabled() -> bool:
@@ -53,42 +61,59 @@ def bucket(length: int) -> int:
     return -(-length // unit) * unit
 
 
+# ---- one capture --------------------------------------------------------------------------------
+
+
+class InvalidCaptureError(RuntimeError):
+    """CUDA refused a launch, or something else, within a capture."""
+
+
 def capture(
     work: Callable[[], None], stream: torch.cuda.Stream | None = None, pool: Any = None
 ) -> torch.cuda.CUDAGraph:
     """Capture the launches of some work, on a stream and with memory from a pool of its own.
 
     PyTorch's caches are not emptied, as ``torch.cuda.graph`` empties them.
+
+    Raises:
+        InvalidCaptureError: CUDA ended the capture. An error of the work itself is raised as it is.
     """
     graph, stream = torch.cuda.CUDAGraph(), stream or torch.cuda.Stream()
-    current = torch.cuda.current_stream(stream.device)
-    stream.wait_stream(current)
-    with torch.cuda.stream(stream):
-        graph.capture_begin(pool, capture_error_mode="thread_local")
-        try:
-            work()
-        except BaseException:
-            with contextlib.suppress(RuntimeError):  # such a capture is invalid
-                graph.capture_end()
-            raise
-        graph.capture_end()
-    current.wait_stream(stream)
+    pool = torch.cuda.graph_pool_handle() if pool is None else pool
+    with torch.cuda.device(stream.device):
+        current = torch.cuda.current_stream()
+        torch.cuda.current_blas_handle()  # a thread's first one cannot be created in a capture
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            graph.capture_begin(pool, capture_error_mode="thread_local")
+            try:
+                work()
+            except BaseException as error:
+                _end(graph, stream, pool, error)
+                raise
+            _end(graph, stream, pool, None)
+        current.wait_stream(stream)
     return graph
 
 
-class _Spec(NamedTuple):
-    """The shape and dtype of a tensor."""
+def _end(
+    graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool: Any, cause: BaseException | None
+) -> None:
+    """End a capture; if it is invalid, restore PyTorch's state and raise InvalidCaptureError."""
+    try:
+        graph.capture_end()
+    except RuntimeError as error:
+        with contextlib.suppress(RuntimeError, AttributeError):
+            end_allocation_to_pool(stream.device, pool)
+        with contextlib.suppress(RuntimeError):  # the end of a valid one resets the generator
+            reset = torch.cuda.CUDAGraph()
+            reset.capture_begin(capture_error_mode="thread_local")
+            torch.zeros(1, device=stream.device)
+            reset.capture_end()
+        raise InvalidCaptureError(str(cause or error)) from error
 
-    shape: tuple[int, ...]
-    dtype: torch.dtype
 
-    @classmethod
-    def of(cls, x: Tensor) -> _Spec:
-        return cls(tuple(x.shape), x.dtype)
-
-    @property
-    def bytes(self) -> int:
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
+# ---- the graphs of a stream ---------------------------------------------------------------------
 
 
 class _Captured(NamedTuple):
@@ -102,55 +127,78 @@ class _Captured(NamedTuple):
 class _Stream:
     """The graphs of a stream, and their memory."""
 
-    def __init__(self, like: Tensor):
-        self.lock, self.side = threading.Lock(), torch.cuda.Stream(like.device)
+    def __init__(self, stream: torch.cuda.Stream, like: Tensor):
+        self.stream, self.lock = stream, threading.Lock()
         self.arena = like.new_empty(0, dtype=torch.uint8)
-        #: By the call's properties: its graph or, without one, its results.
-        self.known: OrderedDict[Hashable, _Captured | list[_Spec]] = OrderedDict()
-        self.resize(0)
+        self.graphs: OrderedDict[Hashable, _Captured] = OrderedDict()
+        #: The results of calls that have no graph yet; None if they will have none.
+        self.first_calls: OrderedDict[Hashable, list[Spec] | None] = OrderedDict()
 
     @torch.inference_mode(False)  # every mode may write to the arena
     def resize(self, size: int) -> None:
-        """Drop all graphs and their memory, and allocate an arena of so many bytes."""
-        for key, call in self.known.items():
-            if isinstance(call, _Captured):
-                self.known[key] = [_Spec.of(x) for x in call.outputs]
-        self.pool = torch.cuda.graph_pool_handle()
+        """Drop all graphs and their memory, and allocate an arena of ``size`` bytes."""
+        if self.graphs:  # expandable segments are unmapped without waiting for a replay
+            self.stream.synchronize()
+        for key, call in self.graphs.items():
+            self.first_calls[key] = [_spec(x) for x in call.outputs]
+        self.graphs.clear()
+        self.arena = self.arena.new_empty(0)
         self.arena = self.arena.new_empty(size)
 
     @torch.inference_mode(False)
-    def tensors(self, specs: Sequence[_Spec]) -> list[Tensor]:
-        """Return tensors that begin with the arena, one after the other."""
+    def allocate(self, specs: Sequence[Spec]) -> list[Tensor]:
+        """Return tensors at the beginning of the arena, one after the other."""
         ends = [0]
-        for spec in specs:
-            ends.append(-(-(ends[-1] + spec.bytes) // ALIGNMENT) * ALIGNMENT)
+        for shape, dtype in specs:
+            end = ends[-1] + math.prod(shape) * dtype.itemsize
+            ends.append(-(-end // ALIGNMENT) * ALIGNMENT)
         if ends[-1] > len(self.arena):
             self.resize(1 << (ends[-1] - 1).bit_length())
         return [
-            self.arena[first : first + spec.bytes].view(spec.dtype).view(spec.shape)
-            for first, spec in zip(ends, specs)
+            self.arena[first : first + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+            for first, (shape, dtype) in zip(ends, specs)
         ]
 
-    def remember(self, key: Hashable, call: _Captured | list[_Spec]) -> None:
-        """Make a call the one that was used last."""
-        self.known[key] = call
-        self.known.move_to_end(key)
-        if len(self.known) > MOST_GRAPHS:
-            self.known.popitem(last=False)
+    def capture(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """Capture work; if that fails, a second time with an empty cache of PyTorch's."""
+        if not self.graphs:  # a pool ends with its last graph, and cuBLAS's workspace is in it
+            self.side = torch.cuda.Stream(self.arena.device)
+            self.pool = torch.cuda.graph_pool_handle()
+        try:
+            return capture(work, self.side, self.pool)
+        except InvalidCaptureError:
+            raise
+        except RuntimeError:  # out of memory: a capture does not free what is cached
+            torch.cuda.empty_cache()
+            return capture(work, self.side, self.pool)
+
+
+def _spec(x: Tensor) -> Spec:
+    return tuple(x.shape), x.dtype
+
+
+def _put(entries: OrderedDict[Hashable, T], key: Hashable, value: T, limit: int) -> T | None:
+    """Make an entry the most recently used one; return the one that is dropped for it, or None."""
+    entries[key] = value
+    entries.move_to_end(key)
+    return entries.popitem(last=False)[1] if len(entries) > limit else None
+
+
+# ---- the calls of an operator -------------------------------------------------------------------
 
 
 class _Call(NamedTuple):
     """A call whose lengths are padded to buckets.
 
     Attributes:
+        key: what a graph must have in common with it.
         specs: of the tensors that a graph reads, by the argument's name.
-        numbers: the other arguments.
         lengths: for each argument that has lengths, the length that they may not exceed.
         logarithms: the names of arguments that are padded with −inf.
     """
 
-    specs: dict[str, _Spec]
-    numbers: dict[str, Any]
+    key: Hashable
+    specs: dict[str, Spec]
     lengths: dict[str, int]
     logarithms: Collection[str]
 
@@ -163,8 +211,8 @@ class Graphs:
             they limit, counted from the last, of every argument and result that has it. The first
             is an argument whose size is the longest length. A gradient has the axes of its tensor.
         has_many_launches: whether a call, its arguments by name, is to be captured.
-        logarithms: the names of the arguments of a call that are logarithms of what is padded with
-            zeros.
+        logarithms: the names of the arguments of a call that are logarithms, of numbers that are
+            padded with zeros.
     """
 
     def __init__(
@@ -177,29 +225,25 @@ class Graphs:
         #: The arguments that lengths are read from.
         self._firsts = [next(iter(of)) for of in axes.values()]
         self.failure: str | None = None  # of a capture: there is no second attempt
-        self._streams: dict[Hashable, _Stream] = {}
+        self._streams: OrderedDict[Hashable, _Stream] = OrderedDict()
+        self._lock = threading.Lock()
 
     def run(self, overload: Any, arguments: Sequence[Any]) -> tuple[Tensor, ...]:
         """Run an operator on a GPU, with a graph if it has one for the call."""
-        call = dict(zip([x.name for x in overload._schema.arguments], arguments))
+        call = dict(zip(_names(overload)[0], arguments))
         reason = self._reason_against(call)
         if reason is None:
             stream = self._stream_of(call["input"])
             with stream.lock:
-                try:
-                    results = self._run(overload, call, stream)
-                except torch.OutOfMemoryError:
-                    stream.resize(0)
-                    results = None
+                results, reason = self._run(overload, call, stream)
             if results is not None:
                 return results
-            reason = self.failure or "there is too little memory"
         if reason:
             record("launches", "one by one", f"not a CUDA graph: {reason}")
         return results_of(overload(*arguments))
 
     def _reason_against(self, call: Mapping[str, Any]) -> str | None:
-        """Return why a call is not captured, "" if it has few launches, or None."""
+        """Return why a call is not captured, "" if that is no question for it, or None."""
         if not is_on_gpu(call["input"]) or has_dispatch_mode():
             return ""
         firsts = [call[name] for name in self._firsts]
@@ -207,85 +251,101 @@ class Graphs:
             return ""
         if not are_enabled():
             return "ATTNFAST_CUDA_GRAPHS=0"
+        tensors = [x for x in call.values() if isinstance(x, Tensor)]
+        if not all(type(x) in PLAIN_TENSORS and x.device == tensors[0].device for x in tensors):
+            return "an argument is on another device, or of a subclass of Tensor"
+        if (allocator := torch.cuda.get_allocator_backend()) != "native":
+            return f"PyTorch's allocator is {allocator}, not native"
         if torch.cuda.is_current_stream_capturing():
             return "a graph is being captured that contains them"
         return self.failure
 
     def _stream_of(self, x: Tensor) -> _Stream:
-        key = x.device, torch.cuda.current_stream(x.device).cuda_stream
-        if key not in self._streams:
-            self._streams[key] = _Stream(x)
-        return self._streams[key]
+        current = torch.cuda.current_stream(x.device)
+        key = x.device, current.cuda_stream
+        with self._lock:
+            found = self._streams.get(key) or _Stream(current, x)
+            dropped = _put(self._streams, key, found, MAX_STREAMS)
+        if dropped is not None:
+            with dropped.lock:
+                dropped.resize(0)
+        return found
 
     def _run(
         self, overload: Any, given: Mapping[str, Any], stream: _Stream
-    ) -> tuple[Tensor, ...] | None:
-        """Run a call in the arena, capture it or replay it; return None if a capture fails."""
-        call = self._padded(given)
-        key = (overload, *call.specs.items(), *call.numbers.items())
-        known = stream.known.get(key)
-        if isinstance(known, _Captured):
-            _fill(call, given, known.inputs)
-        else:
-            specs = [*call.specs.values(), *(known or [])]
-            tensors = stream.tensors(specs)
-            inputs, outputs = tensors[: len(call.specs)], tensors[len(call.specs) :]
-            _fill(call, given, inputs)
-            placed = dict(zip(call.specs, inputs))
-            arguments = [placed.get(name, given[name]) for name in given]
+    ) -> tuple[tuple[Tensor, ...] | None, str | None]:
+        """Return the results of a call in the arena; or None, and why it must run outside."""
+        call = self._padded(overload, given)
+        captured = stream.graphs.get(call.key)
+        if captured is None:
+            known = stream.first_calls.get(call.key, ())
             if known is None:
-                results = results_of(overload(*arguments))
-                known = [_Spec.of(x) for x in results]
-                stream.tensors([*specs, *known])  # room for the capture, which would resize later
-                stream.remember(key, known)
-                first = "not a CUDA graph: these are the first of their shapes"
-                record("launches", "one by one", first)
-                return tuple(x.contiguous() for x in self._cut(overload, results, given))
-            graph = self._capture(overload, arguments, outputs, stream)
-            if graph is None:
-                return None
-            known = _Captured(graph, inputs, outputs)
-        known.graph.replay()
-        stream.remember(key, known)
+                return None, "there was too little memory for one"
+            try:
+                results, captured = self._run_first(overload, given, call, known, stream)
+            except InvalidCaptureError as error:
+                self.failure = f"the capture failed: {str(error).splitlines()[0]}"
+                warnings.warn(
+                    f"attnfast uses no CUDA graphs, {self.failure}; "
+                    "please report it, with the output of `attnfast check`",
+                    stacklevel=2,
+                )
+                return None, self.failure
+            except RuntimeError:  # out of memory, or wrong arguments: the call itself will tell
+                stream.resize(0)
+                _put(stream.first_calls, call.key, None, MAX_FIRST_CALLS)
+                return None, "there is too little memory for one"
+            if captured is None:
+                return results, None
+        else:
+            _fill(call, given, captured.inputs)
+        captured.graph.replay()
+        _put(stream.graphs, call.key, captured, MAX_GRAPHS)
         record("launches", "a CUDA graph")
-        cut = self._cut(overload, known.outputs, given)
+        cut = self._cut(overload, captured.outputs, given)
         copies = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in cut]
         _copy(copies, cut)
-        return tuple(copies)
+        return tuple(copies), None
 
-    def _capture(
-        self, overload: Any, arguments: list[Any], outputs: list[Tensor], stream: _Stream
-    ) -> torch.cuda.CUDAGraph | None:
-        """Return the graph of a call; None if that fails."""
+    def _run_first(
+        self, overload: Any, given: Mapping[str, Any], call: _Call, known: Sequence[Spec],
+        stream: _Stream,
+    ) -> tuple[tuple[Tensor, ...], _Captured | None]:  # fmt: skip
+        """Return the results of the first call, or the graph of the second."""
+        specs = list(call.specs.values())
+        tensors = stream.allocate([*specs, *known])
+        inputs, outputs = tensors[: len(specs)], tensors[len(specs) :]
+        _fill(call, given, inputs)
+        placed = dict(zip(call.specs, inputs))
+        arguments = [placed.get(name, given[name]) for name in given]
+        if known:
 
-        def work() -> None:
-            _copy(outputs, results_of(overload(*arguments)))
+            def work() -> None:
+                _copy(outputs, results_of(overload(*arguments)))
 
-        try:
-            return capture(work, stream.side, stream.pool)
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            self.failure = f"the capture failed: {str(error).splitlines()[0]}"
-            warnings.warn(
-                f"attnfast uses no CUDA graphs, {self.failure}; "
-                "please report it, with the output of `attnfast check`",
-                stacklevel=2,
-            )
-            return None
+            graph = stream.capture(work)
+            stream.first_calls.pop(call.key, None)
+            return (), _Captured(graph, inputs, outputs)
+        results = results_of(overload(*arguments))
+        found = [_spec(x) for x in results]
+        stream.allocate([*specs, *found])  # room for the capture, which would resize later
+        _put(stream.first_calls, call.key, found, MAX_FIRST_CALLS)
+        first = "not a CUDA graph: these are the first of their shapes"
+        record("launches", "one by one", first)
+        return tuple(x.contiguous() for x in self._cut(overload, results, given)), None
 
-    def _padded(self, call: Mapping[str, Any]) -> _Call:
+    def _padded(self, overload: Any, call: Mapping[str, Any]) -> _Call:
         lengths = self._lengths(call)
         sizes = {name: (n, bucket(n)) for name, n in lengths.items()}
-        specs, numbers = {}, {}
+        specs: dict[str, Spec] = {}
+        key: list[Hashable] = [overload, *_settings()]
         for name, x in call.items():
             if isinstance(x, Tensor):
-                specs[name] = _Spec(self._resized(name, x.shape, sizes), x.dtype)
+                specs[name] = self._resized(name, tuple(x.shape), sizes), x.dtype
             elif name in lengths:
-                specs[name] = _Spec((len(call["input"]),), torch.int64)
-            else:
-                numbers[name] = x
-        return _Call(specs, numbers, lengths, self.logarithms(call))
+                specs[name] = (len(call["input"]),), torch.int64
+            key.append(specs.get(name, x))
+        return _Call(tuple(key), specs, lengths, self.logarithms(call))
 
     def _lengths(self, call: Mapping[str, Any]) -> dict[str, int]:
         """Return the longest length of each axis that the call has."""
@@ -296,23 +356,25 @@ class Graphs:
         }
 
     def _resized(
-        self, name: str, shape: Sequence[int], sizes: dict[str, tuple[int, int]]
+        self, name: str, shape: tuple[int, ...], sizes: dict[str, tuple[int, int]]
     ) -> tuple[int, ...]:
         """Return a tensor's shape with other sizes for the axes; those of size 1 are broadcast."""
-        result = list(shape)
         for which, (old, new) in sizes.items():
             axis = self.axes[which].get(name.removeprefix("grad_"))
             if axis is not None and len(shape) >= -axis and shape[axis] == old:
-                result[axis] = new
-        return tuple(result)
+                i = len(shape) + axis
+                shape = (*shape[:i], new, *shape[i + 1 :])
+        return shape
 
     def _cut(
         self, overload: Any, results: Sequence[Tensor], call: Mapping[str, Any]
     ) -> list[Tensor]:
         """Return results without the padding."""
         sizes = {k: (bucket(n), n) for k, n in self._lengths(call).items()}
-        names = [x.name for x in overload._schema.returns]
-        return [_first(x, self._resized(name, x.shape, sizes)) for name, x in zip(names, results)]
+        return [
+            _first(x, self._resized(name, tuple(x.shape), sizes))
+            for name, x in zip(_names(overload)[1], results)
+        ]
 
 
 def is_on_gpu(x: Tensor) -> bool:
@@ -320,17 +382,30 @@ def is_on_gpu(x: Tensor) -> bool:
     return x.is_cuda
 
 
-def _first(x: Tensor, shape: Sequence[int]) -> Tensor:
+@functools.cache
+def _names(overload: Any) -> tuple[list[str], list[str]]:
+    """Return the names of an operator's arguments and results."""
+    schema = overload._schema
+    return [x.name for x in schema.arguments], [x.name for x in schema.returns]
+
+
+def _settings() -> tuple[Hashable, ...]:
+    """Return the settings of PyTorch that change what is launched."""
+    return torch.backends.cuda.matmul.fp32_precision, torch.are_deterministic_algorithms_enabled()
+
+
+def _first(x: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Return the first part of a tensor that has a shape."""
     for axis, size in enumerate(shape):
-        x = x.narrow(axis, 0, size)
+        if x.shape[axis] != size:
+            x = x.narrow(axis, 0, size)
     return x
 
 
 def _fill(call: _Call, given: Mapping[str, Any], inputs: list[Tensor]) -> None:
     """Copy a call's arguments to where a graph reads them."""
     sources, targets = [], []
-    for (name, spec), target in zip(call.specs.items(), inputs):
+    for (name, (shape, _)), target in zip(call.specs.items(), inputs):
         x = given[name]
         if name in call.lengths:
             if x is None:
@@ -338,7 +413,7 @@ def _fill(call: _Call, given: Mapping[str, Any], inputs: list[Tensor]) -> None:
             else:
                 torch.clamp(x, max=call.lengths[name], out=target)
             continue
-        if spec.shape != tuple(x.shape):
+        if shape != x.shape:
             target.fill_(-math.inf if name in call.logarithms else 0)
             target = _first(target, x.shape)
         sources.append(x)

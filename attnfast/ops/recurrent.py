@@ -513,9 +513,9 @@ STEPS = {"input": -2, "transition_prob": -1} | dict.fromkeys(
 KEYS = {"key": -2, "value": -2} | dict.fromkeys(
     ("mask", "inverse_fertility", "coverage", "previous", "weights", "log_weights"), -1
 )
-#: The most sequences whose steps the CUDA library runs in one launch, and the fewest steps for
-#: which a CUDA graph of many launches is worth its copies.
-MOST_AT_ONCE, FEWEST_STEPS = 128, 8
+#: The largest batch whose steps the CUDA library runs in one launch, and the smallest number of
+#: steps for which a CUDA graph is assumed to be worth its copies.
+MAX_PERSISTENT_BATCH, MIN_STEPS = 128, 8
 
 
 def runs_step_by_step(call: Mapping[str, Any]) -> bool:
@@ -527,8 +527,8 @@ def runs_step_by_step(call: Mapping[str, Any]) -> bool:
     )  # fmt: skip
     has_tanh = call["weight_output"] is None or call["output_activation"] == "tanh"
     alone = call["key"] is not None and has_tanh and all(call[name] is None for name in more)
-    at_once = alone and call["input"].dtype == torch.float32 and B <= MOST_AT_ONCE
-    return T >= FEWEST_STEPS and not at_once
+    at_once = alone and call["input"].dtype == torch.float32 and B <= MAX_PERSISTENT_BATCH
+    return T >= MIN_STEPS and not at_once
 
 
 def _logarithms(call: Mapping[str, Any]) -> tuple[str, ...]:
