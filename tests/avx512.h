@@ -37,6 +37,23 @@ static inline void emulated_store(float* p, uint16_t mask, Emulated x) {
 }
 #define _mm512_mask_storeu_ps emulated_store
 
+typedef int EmulatedInts __attribute__((vector_size(64)));
+
+static inline __m128i emulated_bytes(__m512i x) {
+  uint8_t bytes[16];
+  for (int i = 0; i < 16; ++i) bytes[i] = ((EmulatedInts)x)[i];
+  return _mm_loadu_si128((const __m128i*)bytes);
+}
+#define _mm512_cvtepi32_epi8 emulated_bytes
+
+static inline uint16_t emulated_test(__m512i a, __m512i b) {
+  const EmulatedInts both = (EmulatedInts)(a & b);
+  uint16_t mask = 0;
+  for (int i = 0; i < 16; ++i) mask |= (both[i] != 0) << i;
+  return mask;
+}
+#define _mm512_test_epi32_mask emulated_test
+
 // Of two numbers the second, if one is NaN.
 static inline Emulated emulated_min(Emulated a, Emulated b) { return a < b ? a : b; }
 static inline Emulated emulated_max(Emulated a, Emulated b) { return a > b ? a : b; }

@@ -611,11 +611,10 @@ def test_layers_that_run_step_by_step(change, recurrent, library):
     assert runs_step_by_step(args._asdict()) or sizes.get("Tk")  # which only the library knows
 
 
-@pytest.mark.parametrize(
-    "case",
-    [x for x in test_cuda_graphs.CASES if not {*test_recurrent.SPARSE} & {*x.terms}],
-    ids=str,
-)
+captured = test_cuda_graphs.captured
+
+
+@pytest.mark.parametrize("case", test_cuda_graphs.CUDA_CASES, ids=str)
 def test_recurrent_layers_in_graphs(case, recurrent, captured):
     test_cuda_graphs.judge(case, recurrent, captured)
 

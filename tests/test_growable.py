@@ -61,11 +61,13 @@ def test_a_causal_span(case, rows, backend):
     want = whole(**args, span=Span(causal=True), backend=backend).context[..., rows:, :]
     with torch.no_grad():
         decoded, _ = steps(**args, rows=rows, backend=backend)
-    few = {} if case.dtype.itemsize > 2 else {"atol": 3e-2, "rtol": 2e-2}
     for a, b in zip(
         (got, decoded, *gradients(leaves, got)), (want, want, *gradients(leaves, want))
     ):
-        torch.testing.assert_close(a, b, **few)
+        bounds = {} if case.dtype.itemsize > 2 else {"atol": 3e-2, "rtol": 2e-2}
+        if case.dtype == torch.float32:  # sums of numbers as large as the largest
+            bounds = {"atol": 1e-6 * max(10, float(b.detach().abs().max())), "rtol": 1.3e-6}
+        torch.testing.assert_close(a, b, **bounds)
 
 
 @pytest.fixture(params=["tanh", "dot"])
