@@ -23,7 +23,8 @@ demo: .venv/installed
 test test-python: ELSEWHERE := sm_80 or sm_100 or gfx942
 test test-python: ROUGH := triton and test_table and not test_span
 # Without what concerns compiled code alone.
-test-python: LEFT_OUT := $(patsubst %,--ignore tests/test_%.py,cuda_build cuda_on_host triton_compile aarch64)
+test-python: LEFT_OUT := --deselect tests/test_package.py::test_every_instruction_set \
+  $(patsubst %,--ignore tests/test_%.py,cuda_build cuda_on_host triton_compile aarch64)
 test: .venv/cuda
 test test-python: .venv/installed .venv/oldest-triton integrations
 	$(BIN)/pytest -q $(TWO) $(LEFT_OUT) --ignore tests/test_docs_site.py \

@@ -698,8 +698,8 @@ def test_second_derivatives_and_forward_mode_raise(backend):
             attnfast.coverage_attention(**args, backend=backend)
 
 
-@pytest.mark.parametrize("normalisation", ["softmax", "sigmoid"])
-def test_opcheck(normalisation, backend):
+def test_opcheck(backend):
+    normalisation = "softmax" if backend == "cpu" else "sigmoid"
     terms = (*TERMS, "location", "lengths", "mask", "bias")
     sizes = (1, 2, 3, 2, 2) if backend == "triton" else (2, 3, 5, 8, 7)
     case = History("tanh", *sizes, H=2, terms=terms, layout="time first")

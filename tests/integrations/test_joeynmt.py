@@ -116,8 +116,15 @@ def test_first_states(init_hidden, width):
 DROPS = [{"emb_dropout": 0.4}, {"hidden_dropout": 0.3}]
 
 
-@pytest.mark.parametrize("drops", [*DROPS, DROPS[0] | DROPS[1], {"hidden_dropout": 1.0}])
-@pytest.mark.parametrize("input_feeding", [True, False])
+@pytest.mark.parametrize(
+    ("input_feeding", "drops"),
+    [
+        (False, DROPS[0]),
+        (True, DROPS[1]),
+        (True, DROPS[0] | DROPS[1]),
+        (False, {"hidden_dropout": 1.0}),
+    ],
+)
 def test_dropout(input_feeding, drops):
     """Words, fed vectors and the inputs of attentional vectors are dropped alike."""
     torch.manual_seed(0)

@@ -57,10 +57,10 @@ def use(layer, draw):
                 )  # fmt: skip
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.5])
 @pytest.mark.parametrize("kind", LAYERS)
-def test_attention(kind, dropout):
-    """Dropout takes the same random numbers as Keras's own."""
+def test_attention(kind):
+    """Dropout, of every second kind, takes the same random numbers as Keras's own."""
+    dropout = 0.5 * (list(LAYERS).index(kind) % 2)
     layer = make(kind, dropout=dropout, seed=1 if dropout else None)
     compare(layer, use, dtypes=[torch.float32], training=[False])
 
