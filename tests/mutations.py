@@ -590,11 +590,14 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         ],
         "bucket": [("length.bit_length() - 4", "length.bit_length() - 3")],
         "_Stream.resize": [("self.graphs.clear()", "pass")],
-        "_Stream.capture": [("if not self.graphs:", "if not self.arena.numel():")],
-        "_put": [("entries.move_to_end(key)", "pass")],
+        "_Stream._renew_pool": [("if not self.graphs:", "if not self.arena.numel():")],
+        "_insert": [("entries.move_to_end(key)", "pass")],
         "Graphs._reason_against": [("return self.failure", "return None")],
         "Graphs._resized": [('name.removeprefix("grad_")', "name")],
-        "Graphs._run": [("_copy(copies, cut)\n        return tuple(copies)", "return tuple(cut)")],
+        "Graphs._unpad": [
+            ("copied = [y for x, y in zip(results, cut) if is_shared or y is not x]",
+             "is_shared, copied = False, [y for x, y in zip(results, cut) if y is not x]"),
+        ],
     },
     ("attnfast/ops/recurrent.py", "tests/test_cuda_on_host.py -k step_by_step"): {
         "runs_step_by_step": [
@@ -605,7 +608,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         ],
     },
     ("attnfast/ops/self_check.py", "tests/test_cuda_graphs.py -k self_check"): {
-        "_compare": [("calls = 2 if", "calls = 1 if")],
+        "_compare": [("if backend in operator.runners and", "if False and")],
     },
     ("attnfast/ops/search_steps.py", "tests/test_decoding.py"): {
         "draw_words": [

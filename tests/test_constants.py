@@ -73,6 +73,6 @@ def test_exponents_of_a_transition_have_one_limit():
     assert coverage.MAX_EXPONENT.value == -float(limit)
 
 
-def test_layers_with_so_many_sequences_have_no_graphs():
-    """Their steps are one launch already."""
+def test_limit_of_the_single_launch():
+    """Larger batches run step by step, in CUDA graphs."""
     assert constant("cuda/persistent.cuh", "kMostSequences") == recurrent.MAX_PERSISTENT_BATCH

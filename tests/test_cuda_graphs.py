@@ -64,7 +64,7 @@ def captured(monkeypatch):
     fake = dict(
         Stream=lambda *_: None, graph_pool_handle=object, empty_cache=lambda: None,
         is_current_stream_capturing=lambda: False, current_stream=lambda _: current,
-        get_allocator_backend=lambda: "native",
+        get_allocator_backend=lambda: "native", device=lambda _: nullcontext(),
     )  # fmt: skip
     for name, stand_in in fake.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
@@ -211,10 +211,18 @@ def test_an_invalid_capture(captured, monkeypatch):
     assert "not a CUDA graph: the capture failed: CUDA error" in str(found_again)
 
 
-@pytest.mark.parametrize("works", [True, False])
-def test_pytorch_recovers_from_an_invalid_capture(works, monkeypatch):
+CAUSES = {
+    "operation failed due to a previous error": (None, cuda_graphs.InvalidCaptureError),
+    "": (ValueError("what the work says"), cuda_graphs.InvalidCaptureError),
+    "CUDA error: out of memory": (None, torch.OutOfMemoryError),
+    "invalid": (KeyboardInterrupt(), KeyboardInterrupt),
+}
+
+
+@pytest.mark.parametrize("error", CAUSES)
+def test_pytorch_recovers_from_an_invalid_capture(error, monkeypatch):
     """Its allocator leaves the pool, and a valid capture resets its generator."""
-    said = []
+    said, (cause, raised) = [], CAUSES[error]
 
     class Cuda:
         def capture_begin(self, *pool, **_):
@@ -223,11 +231,11 @@ def test_pytorch_recovers_from_an_invalid_capture(works, monkeypatch):
         def capture_end(self):
             said.append(("end",))
             if len(said) == 2:
-                raise RuntimeError("CUDA error: operation failed due to a previous error")
+                raise RuntimeError(error)
 
     def work():
-        if not works:
-            raise ValueError("no memory")
+        if cause is not None:
+            raise cause
 
     stream = SimpleNamespace(device=torch.device("cpu"), wait_stream=lambda _: None)
     stand_ins = dict(
@@ -237,9 +245,7 @@ def test_pytorch_recovers_from_an_invalid_capture(works, monkeypatch):
     for name, stand_in in stand_ins.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
     monkeypatch.setattr(cuda_graphs, "end_allocation_to_pool", lambda *x: said.append(x))
-    with pytest.raises(
-        cuda_graphs.InvalidCaptureError, match="no memory" if not works else "previous error"
-    ):
+    with pytest.raises(raised, match="what the work says" if not error else None):
         cuda_graphs.capture(work, stream, "pool")
     assert said == [("begin", "pool"), ("end",), (stream.device, "pool"), ("begin",), ("end",)]
 
@@ -281,12 +287,38 @@ def test_too_little_memory_for_the_arena(captured, monkeypatch):
 
 
 def test_wrong_arguments(captured):
-    """The error is the operator's, and names the caller's sizes."""
+    """The error names the argument, and graphs remain."""
     args = arguments()
-    with pytest.raises(RuntimeError, match="recurrent: weight_hh does not fit"):
-        run(args._replace(weight_hh=args.weight_hh[:, 1:]))
     run(args), run(args)
-    assert len(captured) == 1
+    with pytest.raises(ValueError, match="weight_hh must be"):
+        run(args._replace(weight_hh=args.weight_hh[:, 1:]))
+    run(args)
+    assert [x.replays for x in captured] == [2]
+
+
+class Decoder(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = attnfast.nn.AttentionGRU(4, 6, 5, attnfast.nn.LuongAttention(6, 5))
+
+    def forward(self, x, source):
+        return self.layer(x, self.layer.prepare(source)).output
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_trace(captured):
+    """A replay would not be traced."""
+    decoder, inputs = Decoder(), (torch.randn(2, 9, 4), torch.randn(2, 7, 5))
+    with torch.no_grad():
+        traced = torch.jit.trace(decoder, inputs)
+        torch.testing.assert_close(traced(*inputs), decoder(*inputs))
+
+
+def test_first_results_can_be_changed_in_place(captured):
+    """A single sequence's results without padding would be contiguous views."""
+    args = arguments(T=17, Tk=33, B=1)
+    for _ in range(3):
+        run(args).states.add_(1)
 
 
 def test_settings_of_products_have_their_own_graphs(captured, monkeypatch):
@@ -304,7 +336,8 @@ def test_a_pool_does_not_outlive_its_graphs(captured, monkeypatch):
     )
     for scale in (1.0, 1.0, 2.0, 2.0):
         run(arguments()._replace(scale=scale))
-    [stream] = RECURRENT.runners["cpu"].__self__._streams.values()
+    [streams] = RECURRENT.runners["cpu"].__self__._streams.values()
+    [stream] = streams.values()
     stream.graphs.clear()
     run(arguments()._replace(scale=3.0)), run(arguments()._replace(scale=3.0))
     assert pools[0] is pools[1] is not pools[2]
@@ -316,8 +349,23 @@ def test_streams_have_their_own_arenas(captured, monkeypatch):
         stream = SimpleNamespace(cuda_stream=number, synchronize=lambda: None)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda _, stream=stream: stream)
         run(arguments()), run(arguments())
-    assert len(captured) == 6 and len(graphs._streams) == cuda_graphs.MAX_STREAMS
-    assert len({x.arena.data_ptr() for x in graphs._streams.values()}) == cuda_graphs.MAX_STREAMS
+    [streams] = graphs._streams.values()
+    assert len(captured) == 6 and len(streams) == cuda_graphs.MAX_STREAMS
+    assert len({x.arena.data_ptr() for x in streams.values()}) == cuda_graphs.MAX_STREAMS
+
+
+def test_too_little_memory_for_a_replay(captured, monkeypatch):
+    args = arguments()
+    wanted = run(args)
+
+    def fail(_):
+        raise RuntimeError("CUDA error: out of memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Graph, "replay", fail)
+        found = attnfast.explain(run, args)
+    torch.testing.assert_close(found.output.states, wanted.states)
+    assert "not a CUDA graph: there is too little memory for one" in str(found)
 
 
 def test_subclasses_of_tensors(captured):

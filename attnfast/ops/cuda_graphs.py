@@ -10,8 +10,8 @@ fixed shapes and addresses, so
   of a stream share one arena, because they run one after the other, and one pool for what they
   allocate.
 
-The first call of a bucket runs without a graph, but in the arena too, so that its results have the
-same bits as those of a replay. The second call is captured.
+The first call of a bucket runs without a graph, but with its padded arguments in the arena, so that
+its results have the same bits as those of a replay. The second call is captured.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from torch import Tensor, nn
 from attnfast._utils.checks import InputError, argument_message
 from attnfast._utils.dispatch_log import record
 from attnfast._utils.torch_private import end_allocation_to_pool, has_dispatch_mode
-from attnfast.ops.operators import results_of
+from attnfast.ops.operators import CHECKS, results_of
 
-#: The largest number of graphs of a stream, of first calls that it remembers, and of streams. The
-#: least recently used is dropped.
+#: The largest number of graphs of a stream, of first calls that it remembers, and of streams of a
+#: device. The least recently used is dropped.
 MAX_GRAPHS, MAX_FIRST_CALLS, MAX_STREAMS = 256, 4096, 4
 #: The alignment of tensors in an arena, in bytes: that of PyTorch's allocator.
 ALIGNMENT = 512
@@ -65,7 +65,7 @@ def bucket(length: int) -> int:
 
 
 class InvalidCaptureError(RuntimeError):
-    """CUDA refused a launch, or something else, within a capture."""
+    """CUDA invalidated a capture."""
 
 
 def capture(
@@ -76,7 +76,9 @@ def capture(
     PyTorch's caches are not emptied, as ``torch.cuda.graph`` empties them.
 
     Raises:
-        InvalidCaptureError: CUDA ended the capture. An error of the work itself is raised as it is.
+        InvalidCaptureError: the capture is invalid. In a valid one, exceptions of the work are
+            raised unchanged.
+        torch.OutOfMemoryError: there is too little memory for the graph itself.
     """
     graph, stream = torch.cuda.CUDAGraph(), stream or torch.cuda.Stream()
     pool = torch.cuda.graph_pool_handle() if pool is None else pool
@@ -85,8 +87,8 @@ def capture(
         torch.cuda.current_blas_handle()  # a thread's first one cannot be created in a capture
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
-            graph.capture_begin(pool, capture_error_mode="thread_local")
             try:
+                graph.capture_begin(pool, capture_error_mode="thread_local")
                 work()
             except BaseException as error:
                 _end(graph, stream, pool, error)
@@ -99,24 +101,31 @@ def capture(
 def _end(
     graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool: Any, cause: BaseException | None
 ) -> None:
-    """End a capture; if it is invalid, restore PyTorch's state and raise InvalidCaptureError."""
+    """End a capture; raise if it is invalid, with PyTorch's state restored."""
     try:
         graph.capture_end()
     except RuntimeError as error:
         with contextlib.suppress(RuntimeError, AttributeError):
             end_allocation_to_pool(stream.device, pool)
-        with contextlib.suppress(RuntimeError):  # the end of a valid one resets the generator
-            reset = torch.cuda.CUDAGraph()
+        reset = torch.cuda.CUDAGraph()  # the end of a valid capture resets the generator
+        with contextlib.suppress(RuntimeError):
             reset.capture_begin(capture_error_mode="thread_local")
-            torch.zeros(1, device=stream.device)
-            reset.capture_end()
-        raise InvalidCaptureError(str(cause or error)) from error
+            try:
+                torch.zeros(1, device=stream.device)
+            finally:
+                reset.capture_end()
+        if cause is not None and not isinstance(cause, Exception):  # Ctrl-C
+            return
+        message = str(cause or error) or "no message"
+        if "out of memory" in f"{error} {cause}":
+            raise torch.OutOfMemoryError(message) from error
+        raise InvalidCaptureError(message) from error
 
 
 # ---- the graphs of a stream ---------------------------------------------------------------------
 
 
-class _Captured(NamedTuple):
+class _GraphEntry(NamedTuple):
     """A graph, with the arguments that it reads and the results that it writes."""
 
     graph: torch.cuda.CUDAGraph
@@ -130,7 +139,7 @@ class _Stream:
     def __init__(self, stream: torch.cuda.Stream, like: Tensor):
         self.stream, self.lock = stream, threading.Lock()
         self.arena = like.new_empty(0, dtype=torch.uint8)
-        self.graphs: OrderedDict[Hashable, _Captured] = OrderedDict()
+        self.graphs: OrderedDict[Hashable, _GraphEntry] = OrderedDict()
         #: The results of calls that have no graph yet; None if they will have none.
         self.first_calls: OrderedDict[Hashable, list[Spec] | None] = OrderedDict()
 
@@ -160,24 +169,32 @@ class _Stream:
         ]
 
     def capture(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        """Capture work; if that fails, a second time with an empty cache of PyTorch's."""
-        if not self.graphs:  # a pool ends with its last graph, and cuBLAS's workspace is in it
-            self.side = torch.cuda.Stream(self.arena.device)
-            self.pool = torch.cuda.graph_pool_handle()
+        """Capture work; if memory is short, a second time with PyTorch's cache emptied."""
+        self._renew_pool()
         try:
             return capture(work, self.side, self.pool)
         except InvalidCaptureError:
             raise
         except RuntimeError:  # out of memory: a capture does not free what is cached
             torch.cuda.empty_cache()
+            self._renew_pool()
             return capture(work, self.side, self.pool)
+
+    def _renew_pool(self) -> None:
+        """Use a new pool if there are no graphs: a pool ends with its last one.
+
+        The stream of the captures is new, too, because cuBLAS's workspace for it is in the pool.
+        """
+        if not self.graphs:
+            self.side = torch.cuda.Stream(self.arena.device)
+            self.pool = torch.cuda.graph_pool_handle()
 
 
 def _spec(x: Tensor) -> Spec:
     return tuple(x.shape), x.dtype
 
 
-def _put(entries: OrderedDict[Hashable, T], key: Hashable, value: T, limit: int) -> T | None:
+def _insert(entries: OrderedDict[Hashable, T], key: Hashable, value: T, limit: int) -> T | None:
     """Make an entry the most recently used one; return the one that is dropped for it, or None."""
     entries[key] = value
     entries.move_to_end(key)
@@ -187,12 +204,12 @@ def _put(entries: OrderedDict[Hashable, T], key: Hashable, value: T, limit: int)
 # ---- the calls of an operator -------------------------------------------------------------------
 
 
-class _Call(NamedTuple):
+class _PaddedCall(NamedTuple):
     """A call whose lengths are padded to buckets.
 
     Attributes:
-        key: what a graph must have in common with it.
-        specs: of the tensors that a graph reads, by the argument's name.
+        key: identifies the graph that can replay the call.
+        specs: the shape and dtype of each tensor that the graph reads, by argument.
         lengths: for each argument that has lengths, the length that they may not exceed.
         logarithms: the names of arguments that are padded with −inf.
     """
@@ -210,9 +227,9 @@ class Graphs:
         axes: for each argument that has lengths ``[B]``, such as ``target_lengths``: the axis that
             they limit, counted from the last, of every argument and result that has it. The first
             is an argument whose size is the longest length. A gradient has the axes of its tensor.
-        has_many_launches: whether a call, its arguments by name, is to be captured.
-        logarithms: the names of the arguments of a call that are logarithms, of numbers that are
-            padded with zeros.
+        has_many_launches: returns whether a call, its arguments by name, is to be captured.
+        logarithms: returns the names of a call's arguments that are logarithms; they are padded
+            with −inf, the others with zeros.
     """
 
     def __init__(
@@ -222,10 +239,11 @@ class Graphs:
         logarithms: Callable[[Mapping[str, Any]], Collection[str]] = lambda _: (),
     ):
         self.axes, self.has_many_launches, self.logarithms = axes, has_many_launches, logarithms
-        #: The arguments that lengths are read from.
-        self._firsts = [next(iter(of)) for of in axes.values()]
-        self.failure: str | None = None  # of a capture: there is no second attempt
-        self._streams: OrderedDict[Hashable, _Stream] = OrderedDict()
+        #: The arguments whose sizes are the longest lengths.
+        self._length_sources = [next(iter(of)) for of in axes.values()]
+        #: Why a capture was invalid; after it nothing is captured.
+        self.failure: str | None = None
+        self._streams: dict[torch.device, OrderedDict[Hashable, _Stream]] = {}
         self._lock = threading.Lock()
 
     def run(self, overload: Any, arguments: Sequence[Any]) -> tuple[Tensor, ...]:
@@ -243,98 +261,116 @@ class Graphs:
         return results_of(overload(*arguments))
 
     def _reason_against(self, call: Mapping[str, Any]) -> str | None:
-        """Return why a call is not captured, "" if that is no question for it, or None."""
-        if not is_on_gpu(call["input"]) or has_dispatch_mode():
+        """Return the reason not to capture a call, "" if it needs no report; None means capture."""
+        x = call["input"]
+        if not is_on_gpu(x) or has_dispatch_mode() or torch.jit.is_tracing():
             return ""
-        firsts = [call[name] for name in self._firsts]
-        if any(x is not None and not x.numel() for x in firsts) or not self.has_many_launches(call):
+        sources = [call[name] for name in self._length_sources]
+        is_empty = any(source is not None and not source.numel() for source in sources)
+        if is_empty or not self.has_many_launches(call):
             return ""
         if not are_enabled():
             return "ATTNFAST_CUDA_GRAPHS=0"
-        tensors = [x for x in call.values() if isinstance(x, Tensor)]
-        if not all(type(x) in PLAIN_TENSORS and x.device == tensors[0].device for x in tensors):
+        tensors = [y for y in call.values() if isinstance(y, Tensor)]
+        if not all(type(y) in PLAIN_TENSORS and y.device == x.device for y in tensors):
             return "an argument is on another device, or of a subclass of Tensor"
         if (allocator := torch.cuda.get_allocator_backend()) != "native":
             return f"PyTorch's allocator is {allocator}, not native"
-        if torch.cuda.is_current_stream_capturing():
-            return "a graph is being captured that contains them"
+        with torch.cuda.device(x.device):
+            if torch.cuda.is_current_stream_capturing():
+                return "a graph is being captured that contains them"
         return self.failure
 
     def _stream_of(self, x: Tensor) -> _Stream:
         current = torch.cuda.current_stream(x.device)
-        key = x.device, current.cuda_stream
         with self._lock:
-            found = self._streams.get(key) or _Stream(current, x)
-            dropped = _put(self._streams, key, found, MAX_STREAMS)
+            streams = self._streams.setdefault(x.device, OrderedDict())
+            stream = streams.get(current.cuda_stream) or _Stream(current, x)
+            dropped = _insert(streams, current.cuda_stream, stream, MAX_STREAMS)
         if dropped is not None:
             with dropped.lock:
                 dropped.resize(0)
-        return found
+        return stream
 
     def _run(
         self, overload: Any, given: Mapping[str, Any], stream: _Stream
     ) -> tuple[tuple[Tensor, ...] | None, str | None]:
         """Return the results of a call in the arena; or None, and why it must run outside."""
         call = self._padded(overload, given)
-        captured = stream.graphs.get(call.key)
-        if captured is None:
-            known = stream.first_calls.get(call.key, ())
-            if known is None:
-                return None, "there was too little memory for one"
-            try:
-                results, captured = self._run_first(overload, given, call, known, stream)
-            except InvalidCaptureError as error:
-                self.failure = f"the capture failed: {str(error).splitlines()[0]}"
-                warnings.warn(
-                    f"attnfast uses no CUDA graphs, {self.failure}; "
-                    "please report it, with the output of `attnfast check`",
-                    stacklevel=2,
-                )
-                return None, self.failure
-            except RuntimeError:  # out of memory, or wrong arguments: the call itself will tell
-                stream.resize(0)
-                _put(stream.first_calls, call.key, None, MAX_FIRST_CALLS)
-                return None, "there is too little memory for one"
-            if captured is None:
-                return results, None
-        else:
-            _fill(call, given, captured.inputs)
-        captured.graph.replay()
-        _put(stream.graphs, call.key, captured, MAX_GRAPHS)
+        if stream.first_calls.get(call.key, ()) is None:
+            return None, "there was too little memory for one"
+        entry = stream.graphs.get(call.key)
+        try:
+            if entry is not None:
+                _fill(call, given, entry.inputs)
+            elif call.key in stream.first_calls:
+                entry = self._capture(overload, given, call, stream)
+            else:
+                results = self._run_first(overload, given, call, stream)
+                self._make_room(call, results, stream)
+                first = "not a CUDA graph: these are the first of their shapes"
+                record("launches", "one by one", first)
+                return self._unpad(overload, results, given, is_shared=False), None
+            entry.graph.replay()
+        except InvalidCaptureError as error:
+            self.failure = f"the capture failed: {str(error).splitlines()[0]}"
+            stream.resize(0)
+            warnings.warn(
+                f"attnfast uses no CUDA graphs, {self.failure}; "
+                "please report it, with the output of `attnfast check`",
+                stacklevel=2,
+            )
+            return None, self.failure
+        except RuntimeError:
+            name = overload._schema.name.rpartition("::")[2]
+            CHECKS[name](*given.values())  # raises if the arguments are wrong
+            stream.resize(0)
+            _insert(stream.first_calls, call.key, None, MAX_FIRST_CALLS)
+            return None, "there is too little memory for one"
+        _insert(stream.graphs, call.key, entry, MAX_GRAPHS)
         record("launches", "a CUDA graph")
-        cut = self._cut(overload, captured.outputs, given)
-        copies = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in cut]
-        _copy(copies, cut)
-        return tuple(copies), None
+        return self._unpad(overload, entry.outputs, given, is_shared=True), None
 
-    def _run_first(
-        self, overload: Any, given: Mapping[str, Any], call: _Call, known: Sequence[Spec],
-        stream: _Stream,
-    ) -> tuple[tuple[Tensor, ...], _Captured | None]:  # fmt: skip
-        """Return the results of the first call, or the graph of the second."""
+    def _place(
+        self, given: Mapping[str, Any], call: _PaddedCall, results: Sequence[Spec], stream: _Stream
+    ) -> tuple[list[Any], list[Tensor], list[Tensor]]:
+        """Copy a call's arguments into the arena; return all of them, the copies, and results."""
         specs = list(call.specs.values())
-        tensors = stream.allocate([*specs, *known])
+        tensors = stream.allocate([*specs, *results])
         inputs, outputs = tensors[: len(specs)], tensors[len(specs) :]
         _fill(call, given, inputs)
         placed = dict(zip(call.specs, inputs))
-        arguments = [placed.get(name, given[name]) for name in given]
-        if known:
+        return [placed.get(name, given[name]) for name in given], inputs, outputs
 
-            def work() -> None:
-                _copy(outputs, results_of(overload(*arguments)))
+    def _run_first(
+        self, overload: Any, given: Mapping[str, Any], call: _PaddedCall, stream: _Stream
+    ) -> tuple[Tensor, ...]:
+        """Return the padded results of the first call."""
+        arguments, _, _ = self._place(given, call, (), stream)
+        return results_of(overload(*arguments))
 
-            graph = stream.capture(work)
-            stream.first_calls.pop(call.key, None)
-            return (), _Captured(graph, inputs, outputs)
-        results = results_of(overload(*arguments))
-        found = [_spec(x) for x in results]
-        stream.allocate([*specs, *found])  # room for the capture, which would resize later
-        _put(stream.first_calls, call.key, found, MAX_FIRST_CALLS)
-        first = "not a CUDA graph: these are the first of their shapes"
-        record("launches", "one by one", first)
-        return tuple(x.contiguous() for x in self._cut(overload, results, given)), None
+    def _make_room(self, call: _PaddedCall, results: tuple[Tensor, ...], stream: _Stream) -> None:
+        """Remember a first call; make room for its capture, which would drop other graphs later."""
+        specs = [_spec(x) for x in results]
+        with contextlib.suppress(RuntimeError):
+            stream.allocate([*call.specs.values(), *specs])
+        _insert(stream.first_calls, call.key, specs, MAX_FIRST_CALLS)
 
-    def _padded(self, overload: Any, call: Mapping[str, Any]) -> _Call:
+    def _capture(
+        self, overload: Any, given: Mapping[str, Any], call: _PaddedCall, stream: _Stream
+    ) -> _GraphEntry:
+        """Return the graph of a second call."""
+        results = stream.first_calls[call.key] or ()
+        arguments, inputs, outputs = self._place(given, call, results, stream)
+
+        def work() -> None:
+            _copy(outputs, results_of(overload(*arguments)))
+
+        graph = stream.capture(work)
+        stream.first_calls.pop(call.key, None)
+        return _GraphEntry(graph, inputs, outputs)
+
+    def _padded(self, overload: Any, call: Mapping[str, Any]) -> _PaddedCall:
         lengths = self._lengths(call)
         sizes = {name: (n, bucket(n)) for name, n in lengths.items()}
         specs: dict[str, Spec] = {}
@@ -345,13 +381,13 @@ class Graphs:
             elif name in lengths:
                 specs[name] = (len(call["input"]),), torch.int64
             key.append(specs.get(name, x))
-        return _Call(tuple(key), specs, lengths, self.logarithms(call))
+        return _PaddedCall(tuple(key), specs, lengths, self.logarithms(call))
 
     def _lengths(self, call: Mapping[str, Any]) -> dict[str, int]:
         """Return the longest length of each axis that the call has."""
         return {
             name: call[first].shape[axes[first]]
-            for (name, axes), first in zip(self.axes.items(), self._firsts)
+            for (name, axes), first in zip(self.axes.items(), self._length_sources)
             if call[first] is not None
         }
 
@@ -366,15 +402,21 @@ class Graphs:
                 shape = (*shape[:i], new, *shape[i + 1 :])
         return shape
 
-    def _cut(
-        self, overload: Any, results: Sequence[Tensor], call: Mapping[str, Any]
-    ) -> list[Tensor]:
-        """Return results without the padding."""
+    def _unpad(
+        self, overload: Any, results: Sequence[Tensor], call: Mapping[str, Any], is_shared: bool
+    ) -> tuple[Tensor, ...]:
+        """Return results without the padding; as copies if they have any or a graph shares them."""
         sizes = {k: (bucket(n), n) for k, n in self._lengths(call).items()}
-        return [
-            _first(x, self._resized(name, tuple(x.shape), sizes))
+        shapes = [
+            self._resized(name, tuple(x.shape), sizes)
             for name, x in zip(_names(overload)[1], results)
         ]
+        cut = [_narrow(x, shape) for x, shape in zip(results, shapes)]
+        copied = [y for x, y in zip(results, cut) if is_shared or y is not x]
+        copies = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in copied]
+        _copy(copies, copied)
+        fresh = iter(copies)
+        return tuple(next(fresh) if is_shared or y is not x else x for x, y in zip(results, cut))
 
 
 def is_on_gpu(x: Tensor) -> bool:
@@ -394,7 +436,7 @@ def _settings() -> tuple[Hashable, ...]:
     return torch.backends.cuda.matmul.fp32_precision, torch.are_deterministic_algorithms_enabled()
 
 
-def _first(x: Tensor, shape: tuple[int, ...]) -> Tensor:
+def _narrow(x: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Return the first part of a tensor that has a shape."""
     for axis, size in enumerate(shape):
         if x.shape[axis] != size:
@@ -402,7 +444,7 @@ def _first(x: Tensor, shape: tuple[int, ...]) -> Tensor:
     return x
 
 
-def _fill(call: _Call, given: Mapping[str, Any], inputs: list[Tensor]) -> None:
+def _fill(call: _PaddedCall, given: Mapping[str, Any], inputs: list[Tensor]) -> None:
     """Copy a call's arguments to where a graph reads them."""
     sources, targets = [], []
     for (name, (shape, _)), target in zip(call.specs.items(), inputs):
@@ -415,14 +457,14 @@ def _fill(call: _Call, given: Mapping[str, Any], inputs: list[Tensor]) -> None:
             continue
         if shape != x.shape:
             target.fill_(-math.inf if name in call.logarithms else 0)
-            target = _first(target, x.shape)
+            target = _narrow(target, x.shape)
         sources.append(x)
         targets.append(target)
     _copy(targets, sources)
 
 
 def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy tensors; those of one memory layout in one launch."""
+    """Copy tensors; contiguous ones of one dtype together."""
     dense: tuple[list[Tensor], list[Tensor]] = [], []
     for target, source in zip(targets, sources):
         is_alike = target.dtype == source.dtype == targets[0].dtype

@@ -72,7 +72,7 @@ def may_need_gradient(arguments: Any) -> bool:
 
 
 def invoke(overload: Any, arguments: Any, run: Runner | None = None) -> Any:
-    """Call an operator: if no gradient is needed, below autograd, which is faster, by ``run``."""
+    """Call an operator; without gradients below autograd, and through ``run`` if given."""
     if torch.compiler.is_compiling() or (torch.is_grad_enabled() and may_need_gradient(arguments)):
         return results_of(overload(*arguments))
     with below_autograd():
@@ -126,7 +126,7 @@ class ForwardOperator:
         check: raises before any computation unless the arguments fit.
         fake: returns empty results.
         backends: the backends that implement it.
-        runners: what calls the operator of a backend, by the backend's name.
+        runners: for each backend, the function that calls its operator.
     """
 
     def __init__(
