@@ -117,9 +117,10 @@ sanitize sanitize-fuzz: .venv/installed
 	cp -r attnfast csrc kernels tests setup.py pyproject.toml README.md LICENSE MANIFEST.in build/$@
 	cd build/$@ && ATTNFAST_BUILD_CUDA=0 ATTNFAST_BUILD_ISA=$(ISA) ATTNFAST_CXXFLAGS="$(FLAGS)" \
 	  $(CURDIR)/$(BIN)/python setup.py -q build_ext --inplace
-	cd build/$@ && ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=. \
+	cd build/$@ && export ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=. \
 	  LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
-	  $(CURDIR)/$(BIN)/pytest -q $(TWO) $(TESTS:%=tests/test_%.py) -k "$(CHOICE)"
+	  && $(CURDIR)/$(BIN)/python -c 'from attnfast.ops.backends import load_library; exit(load_library("_C_cpu"))' \
+	  && $(CURDIR)/$(BIN)/pytest -q $(TWO) $(TESTS:%=tests/test_%.py) -k "$(CHOICE)"
 	$(if $(filter sanitize,$@),$(BIN)/pytest -q tests/test_cuda_build.py tests/test_cuda_on_host.py -k sanitizers)
 
 # Count the inserted faults that the tests catch: see docs/testing.md.

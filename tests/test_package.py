@@ -435,6 +435,26 @@ def test_a_library_for_one_instruction_set(source, compilers, isa, message):
     assert glue and all(f"-DATTNFAST_BUILD_ISA={isa}" in x for x in glue)
 
 
+@pytest.mark.parametrize("isa", ["portable", "avx2"])
+def test_every_instruction_set_alone(isa, tmp_path):
+    """What schedules the kernels refers to no table of another instruction set."""
+    cxx = shlex.split(os.environ.get("CXX") or "g++")
+    if shutil.which(cxx[0]) is None or shutil.which("nm") is None:
+        pytest.skip("needs a C++ compiler and nm")
+    flags = ["-std=c++20", "-O1", "-c", f"-DATTNFAST_BUILD_ISA={isa}"]
+    flags += [
+        "-DTORCH_TARGET_VERSION=0x020a000000000000",
+        f"-I{Path(torch.__file__).parent}/include",
+    ]
+    tables = {}
+    for unit in ("attention", "linear"):
+        out = tmp_path / f"{unit}.o"
+        subprocess.run([*cxx, *flags, ROOT / f"csrc/cpu/{unit}.cpp", "-o", out], check=True)
+        names = subprocess.run(["nm", "-C", "-u", out], capture_output=True, text=True).stdout
+        tables[unit] = set(re.findall(r"attnfast::(\w+)::(?:attention|linear)\b", names))
+    assert tables == {"attention": {isa}, "linear": {isa}}
+
+
 @pytest.mark.parametrize("compiler", [True, False])
 def test_a_wheel_is_named_by_what_it_holds(source, compilers, compiler):
     environment = compilers[0] if compiler else {"PATH": "/nonexistent", "CXX": ""}

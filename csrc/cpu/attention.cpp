@@ -39,7 +39,8 @@ void run_passes(const Backward& a, const Plan& plan, int64_t threads, const Pass
 // only on Intel processors.
 bool library_keeps_up() {
 #if defined(__x86_64__)
-  static const bool keeps_up = &kernels() != &avx512::attention || __builtin_cpu_is("intel");
+  static const bool keeps_up = !chooses_avx512<portable::attention, avx2::attention, avx512::attention>() ||
+                               __builtin_cpu_is("intel");
   return keeps_up;
 #else
   return true;

@@ -125,7 +125,7 @@ ATTNFAST_EXPORT const char* attnfast_linear_operators() {
 ATTNFAST_EXPORT bool attnfast_linear_is_quicker() {
 #if defined(__x86_64__)
   try {
-    return &kernels() == &avx512::linear && !__builtin_cpu_is("intel");
+    return chooses_avx512<portable::linear, avx2::linear, avx512::linear>() && !__builtin_cpu_is("intel");
   } catch (const std::exception&) {  // an unsupported instruction set: the operators report it
     return false;
   }

@@ -56,6 +56,20 @@ const auto& choose() {
 #endif
 }
 
+template <auto&>
+struct Table {};
+
+// Return true if `choose` returns the table for AVX-512, which a build for another instruction set
+// does not have.
+template <auto& portable, auto& avx2, auto& avx512>
+bool chooses_avx512() {
+#ifdef ATTNFAST_BUILD_ISA
+  return std::is_same_v<Table<ATTNFAST_BUILD_ISA>, Table<avx512>>;
+#else
+  return &choose<portable, avx2, avx512>() == &avx512;
+#endif
+}
+
 // Below this number of score elements a second thread costs more than it gains.
 constexpr int64_t kWorthAThread = 1 << 15;
 
