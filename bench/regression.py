@@ -153,7 +153,7 @@ def make_tree(commit: str) -> Path:
     if not git("diff", "--quiet", commit, "--", "csrc", "setup.py").returncode:
         shutil.copy(ROOT / "attnfast" / "_C_cpu.so", library)
         return tree
-    # Before 0.2.0 a library for another instruction set alone did not load.
+    # At earlier commits a library for another instruction set alone does not load.
     isa = "avx512" if "avx512vl" in Path("/proc/cpuinfo").read_text() else ""
     subprocess.run(
         [sys.executable, "setup.py", "-q", "build_ext", "--inplace"], cwd=tree, check=True,

@@ -437,7 +437,7 @@ def test_a_library_for_one_instruction_set(source, compilers, isa, message):
 
 @pytest.mark.parametrize("isa", ["portable", "avx2"])
 def test_every_instruction_set_alone(isa, tmp_path):
-    """What schedules the kernels refers to no table of another instruction set."""
+    """A library for one instruction set refers to no kernels of another."""
     cxx = shlex.split(os.environ.get("CXX") or "g++")
     if shutil.which(cxx[0]) is None or shutil.which("nm") is None:
         pytest.skip("needs a C++ compiler and nm")

@@ -236,7 +236,7 @@ class Graphs:
         self,
         axes: dict[str, dict[str, int]],
         has_many_launches: Callable[[Mapping[str, Any]], bool],
-        logarithms: Callable[[Mapping[str, Any]], Collection[str]] = lambda _: (),
+        logarithms: Callable[[Mapping[str, Any]], Collection[str]],
     ):
         self.axes, self.has_many_launches, self.logarithms = axes, has_many_launches, logarithms
         #: The arguments whose sizes are the longest lengths.
