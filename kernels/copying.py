@@ -4,11 +4,12 @@
     P_w = p S_w + (1 − p) C_w,  or log P_w
 
 A row is a sweep over the vocabulary as if nothing were copied. Then the words of the source are
-corrected: C is computed by comparing each word with each, so that no atomic additions are needed,
-and a word that occurs twice gets the same result twice. These few hundred results are computed in
-float64, because in log space differences of large logarithms are exponents.
+corrected. A first kernel sorts the keys of each sequence by their words, so a row adds the weights
+of a word's keys in a fixed order, without atomic additions. These few hundred results are computed
+in float64, because in log space differences of large logarithms are exponents.
 
-Names: as in :mod:`attnfast.kernels.attention`; ``w`` is a word, ``i`` a key.
+Names: as in :mod:`attnfast.kernels.attention`; ``w`` is a word, ``i`` a key in the order of the
+words, ``k`` one of a word's keys.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ from attnfast.ops.operators import accumulation_dtype
 MAX_LOG_GRADIENT = tl.constexpr(float(_MAX_LOG_GRADIENT))
 LOWEST = tl.constexpr(_LOWEST)
 SLIGHT = tl.constexpr(math.exp(-_MAX_LOG_GRADIENT))
-BLOCK = 1024  # words of the vocabulary at a time
+BLOCK = 2048  # words of the vocabulary at a time
 WORDS = 32  # words of the source at a time
+KEYS = 8  # keys of a word at a time
 
 
 @triton.jit
@@ -48,19 +50,52 @@ def _gate(p_gate):
     return p, q, tl.where(g < 0, g, 0.0) - log_sum, tl.where(g < 0, 0.0, -g) - log_sum
 
 
-@triton.jit
-def _mass(p_source, p_weights, o_i, m_i, Tk, BI: tl.constexpr):
-    """Return the words at the keys ``o_i`` and the sum of weights of all keys of each word."""
-    # [BI]
-    b_w = tl.load(p_source + o_i, mask=m_i, other=-1).to(tl.int64)
-    b_mass = tl.zeros([BI], tl.float64)
+@triton.jit(do_not_specialize=LENGTHS)
+def _sort_keys(p_source, p_keys, p_counts, Tk, BI: tl.constexpr):
+    """Sort the keys of every sequence by their words, by counting.
+
+    At the first key of a word, store the number of its keys; 0 at the others.
+    """
+    parts = tl.cdiv(Tk, BI)
+    offset = (tl.program_id(0) // parts).to(tl.int64) * Tk
+    o_i = tl.program_id(0) % parts * BI + tl.arange(0, BI)
+    m_i = o_i < Tk
+    b_w = tl.load(p_source + offset + o_i, mask=m_i, other=0)[:, None]
+    b_smaller = tl.zeros([BI], tl.int32)
+    b_before, b_same = b_smaller, b_smaller
     for j in range(0, Tk, BI):
         o_j = j + tl.arange(0, BI)
-        m_j = o_j < Tk
-        b_other = tl.load(p_source + o_j, mask=m_j, other=-2).to(tl.int64)
-        b_a = tl.load(p_weights + o_j, mask=m_j, other=0).to(tl.float64)
-        b_mass += tl.sum(tl.where(b_w[:, None] == b_other[None, :], b_a[None, :], 0.0), 1)
-    return b_w, b_mass
+        b_other = tl.load(p_source + offset + o_j, mask=o_j < Tk, other=0)[None, :]
+        m_same = (b_other == b_w) & (o_j < Tk)[None, :]
+        m_before = m_same & (o_j[None, :] < o_i[:, None])
+        b_smaller += tl.sum(((b_other < b_w) & (o_j < Tk)[None, :]).to(tl.int32), 1)
+        b_before += tl.sum(m_before.to(tl.int32), 1)
+        b_same += tl.sum(m_same.to(tl.int32), 1)
+    o_sorted = offset + b_smaller + b_before
+    tl.store(p_keys + o_sorted, o_i, mask=m_i)
+    tl.store(p_counts + o_sorted, tl.where(b_before == 0, b_same, 0), mask=m_i)
+
+
+@triton.jit
+def _words(p_source, p_weights, p_keys, p_counts, i, Tk, BI: tl.constexpr, BK: tl.constexpr):
+    """Return BI words, −1 for none, the number of keys of each, and the sum of their weights."""
+    o_i = i + tl.arange(0, BI)
+    b_count = tl.load(p_counts + o_i, mask=o_i < Tk, other=0)
+    b_first = tl.load(p_keys + o_i, mask=b_count > 0, other=0)
+    b_w = tl.load(p_source + b_first, mask=b_count > 0, other=-1).to(tl.int64)
+    b_mass = tl.zeros([BI], tl.float64)
+    for k in range(0, tl.max(b_count, 0), BK):
+        b_key, m_k = _keys(p_keys, b_count, i, k, BI, BK)
+        b_mass += tl.sum(tl.load(p_weights + b_key, mask=m_k, other=0).to(tl.float64), 1)
+    return b_w, b_count, b_mass
+
+
+@triton.jit
+def _keys(p_keys, b_count, i, k, BI: tl.constexpr, BK: tl.constexpr):
+    """Return the keys k to k + BK of BI words, and which of them exist."""
+    o_i, o_k = i + tl.arange(0, BI), k + tl.arange(0, BK)
+    m_k = o_k[None, :] < b_count[:, None]
+    return tl.load(p_keys + o_i[:, None] + o_k[None, :], mask=m_k, other=0), m_k
 
 
 @triton.jit
@@ -114,15 +149,15 @@ def _log_sum_exp(p_x, s_x, V, BV: tl.constexpr, acc: tl.constexpr):
 
 @triton.jit(do_not_specialize=(*LENGTHS, "X"))
 def _distribution(
-    logits, p_weights, p_source, p_gate, p_out, p_lse, V, Tq, Tk, X,
-    LOG: tl.constexpr, BV: tl.constexpr, BI: tl.constexpr, acc: tl.constexpr,
+    logits, p_weights, p_source, p_keys, p_counts, p_gate, p_out, p_lse, V, Tq, Tk, X,
+    LOG: tl.constexpr, BV: tl.constexpr, BI: tl.constexpr, BK: tl.constexpr, acc: tl.constexpr,
 ):  # fmt: skip
     """The distribution of a row, and the log-sum-exp of its logits."""
     i_row = tl.program_id(0).to(tl.int64)
     i_b, i_t = i_row // Tq, i_row % Tq
     p_x, s_x = _row(logits, i_b, i_t), logits[1][2]
     p_weights += i_row * Tk
-    p_source += i_b * Tk
+    p_source, p_keys, p_counts = p_source + i_b * Tk, p_keys + i_b * Tk, p_counts + i_b * Tk
     p_out += i_row * (V + X)
     p, q, log_p, log_q = _gate(p_gate + i_row)
 
@@ -144,8 +179,7 @@ def _distribution(
         tl.store(p_out + o_v, b_out, mask=o_v < V + X)
     tl.debug_barrier()  # the following stores overwrite values stored by other threads
     for i in range(0, Tk, BI):
-        o_i = i + tl.arange(0, BI)
-        b_w, b_mass = _mass(p_source, p_weights, o_i, o_i < Tk, Tk, BI)
+        b_w, _, b_mass = _words(p_source, p_weights, p_keys, p_counts, i, Tk, BI, BK)
         m_w = (b_w >= 0) & (b_w < V + X)
         if LOG:
             b_out, _, _, _, _ = _word(p_x, s_x, b_w, b_mass, lse, log_p, log_q, V)
@@ -167,8 +201,10 @@ def _vocabulary_terms(p_grad, s_grad, p_x, s_x, v, V, BV: tl.constexpr, acc: tl.
 
 @triton.jit(do_not_specialize=(*LENGTHS, "X"))
 def _distribution_gradient(
-    grad, logits, p_weights, p_source, p_gate, p_lse, p_dx, p_dweights, p_dgate, V, Tq, Tk, X,
-    LOG: tl.constexpr, BV: tl.constexpr, BI: tl.constexpr, acc: tl.constexpr, HIGHEST: tl.constexpr,
+    grad, logits, p_weights, p_source, p_keys, p_counts, p_gate, p_lse,
+    p_dx, p_dweights, p_dgate, V, Tq, Tk, X,
+    LOG: tl.constexpr, BV: tl.constexpr, BI: tl.constexpr, BK: tl.constexpr, acc: tl.constexpr,
+    HIGHEST: tl.constexpr,
 ):  # fmt: skip
     """Gradients of a row, G that of its result; csrc/cpu/copying_kernel.cpp has the formulas."""
     i_row = tl.program_id(0).to(tl.int64)
@@ -176,7 +212,7 @@ def _distribution_gradient(
     p_grad, s_grad = _row(grad, i_b, i_t), grad[1][2]
     p_x, s_x = _row(logits, i_b, i_t), logits[1][2]
     p_weights += i_row * Tk
-    p_source += i_b * Tk
+    p_source, p_keys, p_counts = p_source + i_b * Tk, p_keys + i_b * Tk, p_counts + i_b * Tk
     p_dx += i_row * V
     p_dweights += i_row * Tk
     p, q, log_p, log_q = _gate(p_gate + i_row)
@@ -199,24 +235,21 @@ def _distribution_gradient(
     every = total  # Σ G of the possible words
     b_minus, b_plus = tl.zeros([BI], tl.float64), tl.zeros([BI], tl.float64)
     for i in range(0, Tk, BI):
-        o_i = i + tl.arange(0, BI)
-        m_i = o_i < Tk
-        b_a = tl.load(p_weights + o_i, mask=m_i, other=0).to(tl.float64)
+        b_w, b_count, b_mass = _words(p_source, p_weights, p_keys, p_counts, i, Tk, BI, BK)
+        m_w = (b_w >= 0) & (b_w < V + X)
         if LOG:
-            b_w, b_mass = _mass(p_source, p_weights, o_i, m_i, Tk, BI)
-            m_w = (b_w >= 0) & (b_w < V + X)
             _, _, b_ratio, b_x, m_copied = _word(p_x, s_x, b_w, b_mass, lse, log_p, log_q, V)
         else:
-            b_w = tl.load(p_source + o_i, mask=m_i, other=-1).to(tl.int64)
-            m_w = (b_w >= 0) & (b_w < V + X)
             b_ratio = q
             b_x = tl.zeros([BI], tl.float64)
             m_copied = m_w
         b_g = tl.load(p_grad + b_w * s_grad, mask=m_w, other=0).to(tl.float64)
         b_da = b_g * b_ratio
         b_held = tl.where(b_da > HIGHEST, HIGHEST, tl.where(b_da < -HIGHEST, -HIGHEST, b_da))
-        tl.store(p_dweights + o_i, b_held.to(acc), mask=m_i)
-        b_copied = tl.where((b_da == 0) | (m_copied == 0), 0.0, b_a * (b_da if LOG else b_g))
+        for k in range(0, tl.max(b_count, 0), BK):
+            b_key, m_k = _keys(p_keys, b_count, i, k, BI, BK)
+            tl.store(p_dweights + b_key, b_held.to(acc)[:, None], mask=m_k)
+        b_copied = tl.where((b_da == 0) | (m_copied == 0), 0.0, b_mass * (b_da if LOG else b_g))
         m_x = b_x != -float("inf")
         b_minus += tl.where(m_x, b_copied, 0.0)
         b_plus += tl.where(m_x, 0.0, b_copied)
@@ -236,8 +269,7 @@ def _distribution_gradient(
     if LOG:
         tl.debug_barrier()
         for i in range(0, Tk, BI):
-            o_i = i + tl.arange(0, BI)
-            b_w, b_mass = _mass(p_source, p_weights, o_i, o_i < Tk, Tk, BI)
+            b_w, _, b_mass = _words(p_source, p_weights, p_keys, p_counts, i, Tk, BI, BK)
             _, b_part, _, b_x, _ = _word(p_x, s_x, b_w, b_mass, lse, log_p, log_q, V)
             m_w = b_x != -float("inf")
             b_g = tl.load(p_grad + b_w * s_grad, mask=m_w, other=0).to(tl.float64)
@@ -248,7 +280,21 @@ def _distribution_gradient(
 
 def _options(x: torch.Tensor) -> dict:
     acc = tl.float64 if accumulation_dtype(x.dtype) == torch.float64 else tl.float32
-    return {"BV": BLOCK, "BI": WORDS, "acc": acc, "num_warps": 4, **LAUNCH_OPTIONS}
+    return {
+        "BV": BLOCK, "BI": WORDS, "BK": KEYS, "acc": acc, "num_warps": 8, **LAUNCH_OPTIONS
+    }  # fmt: skip
+
+
+def _sorted(source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the words, the keys sorted by their words, and the number of keys of each word."""
+    source = source.contiguous()
+    (B, Tk), keys = source.shape, torch.empty_like(source, dtype=torch.int32)
+    counts = torch.empty_like(keys)
+    if source.numel():
+        _sort_keys[(B * triton.cdiv(Tk, WORDS),)](
+            source, keys, counts, Tk, BI=WORDS, num_warps=4, **LAUNCH_OPTIONS
+        )
+    return source, keys, counts
 
 
 def forward(call: CopyInputs) -> CopyOutputs:
@@ -260,7 +306,7 @@ def forward(call: CopyInputs) -> CopyOutputs:
     if B * Tq:
         with torch.cuda.device_of(logits):
             _distribution[(B * Tq,)](
-                _strided(logits), weights.contiguous(), source.contiguous(), gate.contiguous(),
+                _strided(logits), weights.contiguous(), *_sorted(source), gate.contiguous(),
                 out, lse, V, Tq, Tk, num_oov, LOG=log, **_options(logits),
             )  # fmt: skip
     return CopyOutputs(out, lse)
@@ -275,8 +321,8 @@ def backward(call: CopyBackward) -> CopyGradients:
     if B * Tq:
         with torch.cuda.device_of(logits):
             _distribution_gradient[(B * Tq,)](
-                _strided(grad), _strided(logits),
-                *(x.contiguous() for x in (weights, source, gate, lse)), *grads,
+                _strided(grad), _strided(logits), weights.contiguous(), *_sorted(source),
+                gate.contiguous(), lse.contiguous(), *grads,
                 V, Tq, Tk, num_oov,
                 LOG=log, HIGHEST=65504.0 if half else float("inf"), **_options(logits),
             )  # fmt: skip

@@ -1753,6 +1753,8 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
             ("every += tl.sum(b_plus, 0)", "pass"),
             ("tl.where(b_da > HIGHEST, HIGHEST,", "tl.where(b_da > HIGHEST, b_da,"),
         ],
+        "_sort_keys": [("(o_j[None, :] < o_i[:, None])", "(o_j[None, :] < 0)")],
+        "_keys": [("k + tl.arange(0, BK)", "tl.arange(0, BK)")],
         "_word": [("b_u = _exp(b_d)", "b_u = tl.exp(b_d)")],
     },
     ("csrc/score.h", CPU): {
@@ -2452,7 +2454,19 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         ],
     },
     ("csrc/cuda/copying.cuh", CUDA.format("copying")): {
-        "__launch_bounds__": [("all += of_blocks<Add>(plus, turn);", "")],
+        "sort_keys": [
+            ("before += other == w && j < i;", ""),
+            ("before == 0 ? same : 0", "same"),
+        ],
+        "sweep": [("first += of_block * gridDim.y", "first += of_block")],
+        "for_each_word": [
+            ("i = threadIdx.x + kThreads * blockIdx.y", "i = threadIdx.x"),
+            ("k < count; ++k) mass", "k < 1; ++k) mass"),
+        ],
+        "__launch_bounds__": [
+            ("all += of_blocks<Add>(plus, turn);", ""),
+            ("if (highest > top) part *= exp(top - highest);", ""),
+        ],
         "generates": [("w < V && widen(logits[w]) != -INFINITY", "w < V")],
     },
 }  # fmt: skip

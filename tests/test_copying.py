@@ -38,7 +38,7 @@ def copies() -> list[Copy]:
     """Return sizes about the kernels' edges, every dtype, repeated words, extremes."""
     sizes = [(2, 3, 5, 7, 0), (1, 1, 1, 1, 0), (2, 4, 17, 33, 3), (3, 2, 64, 257, 16)]
     sizes += [(1, 5, 100, 64, 1), (2, 2, 9, 1500, 40), (2, 0, 5, 8, 1), (0, 3, 5, 8, 1)]
-    sizes += [(2, 3, 0, 8, 2), (2, 3, 4, 0, 3)]
+    sizes += [(2, 3, 0, 8, 2), (2, 3, 4, 0, 3), (1, 2, 1100, 33, 1), (1, 2, 40, 9000, 5)]
     layouts = itertools.cycle(LAYOUTS)
     table = []
     for log in (False, True):

@@ -56,11 +56,12 @@ BUDGETS = {
         ("scan", "", 168, 168, 5),
         ("scan_backward", ", false", 168, 255, 5),
         ("scan_backward", ", true", 168, 255, 5),
-        ("distribution", "", 80, 80, 1),
-        ("distribution_gradient", "", 80, 80, 1),
+        ("distribution", "", 80, 128, 1),
+        ("distribution_gradient", "", 80, 128, 1),
     )
     if dtype != "double" or of_double
 } | {
+    "sort_keys": (40, 0),
     "find_rows_of_keys": (40, 0),
     "put_lengths_of_steps": (40, 0),
     **{
@@ -218,6 +219,8 @@ ROUNDS = {
     "step_backward<float, 2>": {40: 1, 32: 4},
     "combine<float>": {32: 1},
     "scan<float>": {20: 1},
+    "distribution<float>": {16: 2},
+    "distribution_gradient<float>": {32: 2},
     "scan_backward<float, false>": {8: 5, 16: 12, 32: 8, 72: 17},
 }
 

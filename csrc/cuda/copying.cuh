@@ -1,15 +1,76 @@
 // copy_distribution on the GPU: device code on raw pointers; the launcher is copying.cu. The
 // formulas are those of cpu/copying_kernel.cpp.
 //
-// A block takes a row: one sweep over the vocabulary as if nothing were copied, then the words of
-// the source are corrected, each by the thread of its first key. The total weight of a word's keys
-// comes from comparing each key with each, a few hundred, so that no atomic additions are needed.
+// A row is one sweep over the vocabulary as if nothing were copied, then the words of the source are
+// corrected. A first launch sorts the keys of each sequence by their words, so a row adds the weights
+// of a word's keys in a fixed order, without atomic additions. A cluster divides a large vocabulary:
+// then the rows in progress are few enough for the L2 cache, from which the second pass reads.
 #pragma once
+#include <float.h>
+
 #include "../word.h"
 #include "cluster.cuh"
 
 namespace attnfast {
 namespace {
+
+constexpr int kWordsOfBlock = 4096;  // for which a cluster takes another block
+
+// The keys of every sequence, sorted by their words, and the number of keys of a word, at its first:
+// 0 at the others. Both are [B, Tk].
+struct SortedKeys {
+  int32_t *keys, *counts;
+};
+
+// Sort by counting; a warp takes a key.
+__global__ void sort_keys(const int64_t* source, int64_t Tk, const SortedKeys sorted) {
+  const int64_t parts = (Tk + kWarps - 1) / kWarps, first = blockIdx.x / parts * Tk;
+  const int64_t i = blockIdx.x % parts * kWarps + threadIdx.x / 32;
+  if (i >= Tk) return;
+  source += first;
+  const int64_t w = source[i];
+  int smaller = 0, before = 0, same = 0;
+#pragma unroll 4
+  for (int64_t j = threadIdx.x % 32; j < Tk; j += 32) {
+    const int64_t other = source[j];
+    smaller += other < w;
+    before += other == w && j < i;
+    same += other == w;
+  }
+  before = of_warp<Add>(before);
+  const int64_t place = first + of_warp<Add>(smaller) + before;
+  same = of_warp<Add>(same);
+  if (threadIdx.x % 32 != 0) return;
+  sorted.keys[place] = i;
+  sorted.counts[place] = before == 0 ? same : 0;
+}
+
+// Blocks that a multiprocessor has registers for.
+template <class T>
+constexpr int kRowBlocks = sizeof(T) == 8 ? 4 : 6;
+// Words that a thread loads together, kThreads apart.
+template <class C>
+constexpr int kTogether = sizeof(C) == 4 ? 8 : 4;
+
+// Call use(w, x, exists) for the words w < n of this thread, among all of the row's blocks, with w the
+// first of kTogether, x[i] = load of the i-th and exists(i). Loads come first, without branches, because
+// a thread that waits for each in turn is idle most of the time.
+template <class C, class Load, class Use>
+__device__ void sweep(int64_t n, const Load& load, const Use& use) {
+  constexpr int words = kTogether<C>, of_block = words * kThreads;
+  for (int64_t first = of_block * blockIdx.y; first < n; first += of_block * gridDim.y) {
+    const int64_t w = first + threadIdx.x;
+    const auto take = [&](auto known) {
+      constexpr bool whole = decltype(known)::value;
+      decltype(load(w)) x[words];
+#pragma unroll
+      for (int i = 0; i < words; ++i) x[i] = load(whole ? w + i * kThreads : min(w + i * kThreads, n - 1));
+      use(w, x, [&](int i) { return whole || w + i * kThreads < n; });
+    };
+    if (n - first >= of_block) take(std::true_type{});
+    else take(std::false_type{});
+  }
+}
 
 // The inputs of a row.
 template <class T>
@@ -18,11 +79,12 @@ struct Row {
   const T *logits, *weights;
   const int64_t* source;
   Gate gate;
+  SortedKeys sorted;
 
-  __device__ explicit Row(const Copying& a)
+  __device__ Row(const Copying& a, const SortedKeys& all)
       : b(blockIdx.x / a.Tq), t(blockIdx.x % a.Tq), V(a.V), N(a.V + a.X), keys(a.Tk),
         logits(at<const T>(a.logits)), weights(at<const T>(a.weights)), source(a.source + b * a.Tk),
-        gate(widen(*at<const T>(a.gate))) {}
+        gate(widen(*at<const T>(a.gate))), sorted{all.keys + b * a.Tk, all.counts + b * a.Tk} {}
 
   template <class U>
   __device__ U* at(const View& v) const {
@@ -32,17 +94,18 @@ struct Row {
   __device__ bool exists(int64_t w) const { return 0 <= w && w < N; }
   __device__ bool generates(int64_t w) const { return w < V && widen(logits[w]) != -INFINITY; }
 
-  // Return the total weight of the keys whose word is that of key i; `first` is set if i is the
-  // first.
-  __device__ double mass(int64_t i, bool& first) const {
-    double total = 0;
-    first = true;
-    for (int64_t j = 0; j < keys; ++j) {
-      if (source[j] != source[i]) continue;
-      total += widen(weights[j]);
-      first = first && j >= i;
+  // Call use(w, mass, keys, count) for the words w of this thread, with the total weight of their keys.
+  template <class Use>
+  __device__ void for_each_word(const Use& use) const {
+    for (int64_t i = threadIdx.x + kThreads * blockIdx.y; i < keys; i += kThreads * gridDim.y) {
+      const int count = sorted.counts[i];
+      if (count == 0) continue;
+      const int32_t* of_word = sorted.keys + i;
+      double mass = 0;
+#pragma unroll 4
+      for (int k = 0; k < count; ++k) mass += widen(weights[of_word[k]]);
+      use(source[*of_word], mass, of_word, count);
     }
-    return total;
   }
 
   __device__ Word word(int64_t w, double mass, double log_sum_exp) const {
@@ -52,110 +115,140 @@ struct Row {
 };
 
 template <class T>
-__global__ void __launch_bounds__(kThreads, 6) distribution(const CopyForward a) {
+__global__ void __launch_bounds__(kThreads, kRowBlocks<T>)
+    distribution(const CopyForward a, const SortedKeys sorted) {
   using C = typename Accumulate<T>::type;
-  const Row<T> r(a);
+  const Row<T> r(a, sorted);
   T* out = r.template at<T>(a.distribution);
-  C top = -INFINITY;
+  const auto logit = [&](int64_t w) -> C { return widen(r.logits[w]); };
   int turn = 0;
-  for (int64_t v = threadIdx.x; v < r.V; v += kThreads) top = fmax(top, C(widen(r.logits[v])));
-  top = of_blocks<Max>(top, turn);
-  if (top == -INFINITY) top = 0;
-  C part = 0;
-  for (int64_t v = threadIdx.x; v < r.V; v += kThreads) part += exp(widen(r.logits[v]) - top);
-  const C total = of_blocks<Add>(part, turn);
+  C top = sizeof(C) == 4 ? -FLT_MAX : -DBL_MAX, part = 0;  // of this thread
+  sweep<C>(r.V, logit, [&](int64_t, const auto& x, const auto& exists) {
+    C highest = top;
+#pragma unroll
+    for (int i = 0; i < kTogether<C>; ++i)
+      if (exists(i)) highest = fmax(highest, x[i]);
+    if (highest > top) part *= exp(top - highest);
+    top = highest;
+#pragma unroll
+    for (int i = 0; i < kTogether<C>; ++i)
+      if (exists(i)) part += exp(x[i] - top);
+  });
+  const C own = top;
+  top = of_blocks<Max>(own, turn);
+  const C total = of_blocks<Add>(part * exp(own - top), turn);
   const bool none = total == 0;  // no word can be generated
   const double log_total = none ? 0 : ::log(static_cast<double>(total));
   const double log_sum_exp = none ? -HUGE_VAL : top + log_total;
-  if (threadIdx.x == 0) *r.template at<double>(a.log_sum_exp) = log_sum_exp;
+  if (threadIdx.x == 0 && blockIdx.y == 0) *r.template at<double>(a.log_sum_exp) = log_sum_exp;
 
   const C factor = none ? 0 : r.gate.p / total, low = r.gate.log_p - log_total;
-  const auto generated = [&](int64_t w) -> C {
-    const C x = w < r.V ? widen(r.logits[w]) : C(-INFINITY);
+  const auto generated = [&](C x) -> C {
     if (!a.log) return exp(x - top) * factor;
     return x == -INFINITY ? C(kLowest) : x - top + low;
   };
-  for (int64_t v = threadIdx.x; v < r.N; v += kThreads) narrow(generated(v), out[v]);
-  __syncthreads();  // the following stores overwrite those of other threads
-  for (int64_t i = threadIdx.x; i < r.keys; i += kThreads) {
-    const int64_t w = r.source[i];
-    bool first;
-    const double mass = r.mass(i, first);
-    if (!first || !r.exists(w)) continue;
-    const double x = a.log ? r.word(w, mass, log_sum_exp).log_p : generated(w) + r.gate.q * mass;
+  sweep<C>(r.V, logit, [&](int64_t w, const auto& x, const auto& exists) {
+#pragma unroll
+    for (int i = 0; i < kTogether<C>; ++i)
+      if (exists(i)) narrow(generated(x[i]), out[w + i * kThreads]);
+  });
+  for (int64_t w = r.V + threadIdx.x; w < r.N; w += kThreads) narrow(generated(-INFINITY), out[w]);
+  wait_for_blocks();  // the following stores overwrite those of other threads
+  r.for_each_word([&](int64_t w, double mass, const int32_t*, int) {
+    if (!r.exists(w)) return;
+    const double x = a.log ? r.word(w, mass, log_sum_exp).log_p
+                           : generated(w < r.V ? logit(w) : C(-INFINITY)) + r.gate.q * mass;
     narrow(C(x), out[w]);
-  }
+  });
 }
 
 template <class T>
-__global__ void __launch_bounds__(kThreads, 6) distribution_gradient(const CopyBackward a) {
+__global__ void __launch_bounds__(kThreads, kRowBlocks<T>)
+    distribution_gradient(const CopyBackward a, const SortedKeys sorted) {
   using C = typename Accumulate<T>::type;
   constexpr double most = sizeof(T) == 2 ? 65504 : HUGE_VAL;  // the largest gradient of a weight
-  const Row<T> r(a);
+  const Row<T> r(a, sorted);
   const T* grad = r.template at<const T>(a.grad_distribution);
   T* out = r.template at<T>(a.grad_logits);
   T* grad_weights = r.template at<T>(a.grad_weights);
   const double log_sum_exp = *r.template at<const double>(a.log_sum_exp);
-  const bool none = log_sum_exp == -HUGE_VAL;
-  const C high = none ? 0 : log_sum_exp, low = none ? 0 : log_sum_exp - high;
-  const auto S = [&](C x) { return none ? C(0) : exp(x - high - low); };
+  const bool none = log_sum_exp == -HUGE_VAL;  // no word can be generated
+  const C high = none ? INFINITY : log_sum_exp, low = none ? 0 : log_sum_exp - high;
+  const auto S = [&](C x) { return exp(x - high - low); };
+  struct Terms {
+    C x, g;
+  };
+  const auto terms = [&](int64_t w) -> Terms { return {widen(r.logits[w]), widen(grad[w])}; };
 
   C part = 0;
   int turn = 0;
-  for (int64_t v = threadIdx.x; v < r.V; v += kThreads) {
-    const C x = widen(r.logits[v]), g = widen(grad[v]), s = a.log ? C(1) : S(x);
-    if (x != -INFINITY && s != 0) part += s * g;
-  }
+  sweep<C>(r.V, terms, [&](int64_t, const auto& of, const auto& exists) {
+#pragma unroll
+    for (int i = 0; i < kTogether<C>; ++i) {
+      const C s = a.log ? C(1) : S(of[i].x);
+      if (exists(i) && of[i].x != -INFINITY && s != 0) part += s * of[i].g;
+    }
+  });
   double total = of_blocks<Add>(part, turn), all = total;  // all: sum G of the possible words
   double minus = 0, plus = 0;
-  for (int64_t i = threadIdx.x; i < r.keys; i += kThreads) {
-    const int64_t w = r.source[i];
-    const double g = r.exists(w) ? widen(grad[w]) : 0, weight = widen(r.weights[i]);
-    if (!a.log) {
-      narrow(C(r.gate.q * g), grad_weights[i]);
-      minus += weight * g;
-      continue;
+  r.for_each_word([&](int64_t w, double mass, const int32_t* keys, int count) {
+    if (!r.exists(w)) w = r.N;
+    const double g = w < r.N ? widen(grad[w]) : 0;
+    double x = r.gate.q * g;
+    if (a.log) {
+      const Word word = r.word(w, mass, log_sum_exp);
+      x = g * word.ratio;
+      if (!word.slight && x != 0) (r.generates(w) ? minus : plus) += mass * x;
+      x = x > most ? most : x < -most ? -most : x;
+    } else {
+      minus += mass * g;
     }
-    bool first;
-    const Word word = r.word(r.exists(w) ? w : r.N, r.mass(i, first), log_sum_exp);
-    const double x = g * word.ratio, copied = word.slight || x == 0 ? 0 : weight * x;
-    narrow(C(x > most ? most : x < -most ? -most : x), grad_weights[i]);
-    (r.generates(r.exists(w) ? w : r.N) ? minus : plus) += copied;
-  }
+    for (int k = 0; k < count; ++k) narrow(C(x), grad_weights[keys[k]]);
+  });
   total -= of_blocks<Add>(minus, turn);
   all += of_blocks<Add>(plus, turn);
   const double p = r.gate.p;
-  if (threadIdx.x == 0)
+  if (threadIdx.x == 0 && blockIdx.y == 0)
     narrow(C(a.log ? total - p * all : p * r.gate.q * total), *r.template at<T>(a.grad_gate));
 
   const double mean = a.log ? total : all;
-  for (int64_t v = threadIdx.x; v < r.V; v += kThreads) {
-    const C x = widen(r.logits[v]), g = widen(grad[v]);
-    const C y = a.log ? g - S(x) * C(mean) : S(x) * C(p) * (g - C(mean));
-    narrow(x == -INFINITY ? C(0) : y, out[v]);
-  }
+  sweep<C>(r.V, terms, [&](int64_t w, const auto& of, const auto& exists) {
+#pragma unroll
+    for (int i = 0; i < kTogether<C>; ++i) {
+      const auto [x, g] = of[i];
+      const C y = a.log ? g - S(x) * C(mean) : S(x) * C(p) * (g - C(mean));
+      if (exists(i)) narrow(x == -INFINITY ? C(0) : y, out[w + i * kThreads]);
+    }
+  });
+  wait_for_blocks();
   if (!a.log) return;
-  __syncthreads();
-  for (int64_t i = threadIdx.x; i < r.keys; i += kThreads) {
-    const int64_t w = r.source[i];
-    bool first;
-    const double mass = r.mass(i, first);
-    if (!first || !r.exists(w) || !r.generates(w)) continue;
+  r.for_each_word([&](int64_t w, double mass, const int32_t*, int) {
+    if (!r.exists(w) || !r.generates(w)) return;
     const C g = widen(grad[w]);
     narrow(g * C(r.word(w, mass, log_sum_exp).generated) - S(widen(r.logits[w])) * C(mean), out[w]);
-  }
+  });
 }
 
 // ---- launches: see attention.cuh ----------------------------------------------------------------
 
+template <class Call, class Launch>
+void launch_rows(void (*kernel)(Call, SortedKeys), const Call& a, const Launch& launch) {
+  const int64_t numbers = a.B * a.Tk;
+  const SortedKeys sorted = {launch.template scratch<int32_t>(numbers),
+                             launch.template scratch<int32_t>(numbers)};
+  launch(sort_keys, a.B * tiles(a.Tk, kWarps), 1, a.source, a.Tk, sorted);
+  const int64_t blocks = min(tiles(a.V + a.X, kWordsOfBlock), int64_t{launch.most_together(kernel)});
+  launch.together(kernel, a.B * a.Tq, max(blocks, int64_t{1}), a, sorted);
+}
+
 template <class Launch>
 void launch_forward(const CopyForward& a, const Launch& launch) {
-  by_dtype(a.dtype, [&](auto zero) { launch(distribution<decltype(zero)>, a.B * a.Tq, 1, a); });
+  by_dtype(a.dtype, [&](auto zero) { launch_rows(distribution<decltype(zero)>, a, launch); });
 }
 
 template <class Launch>
 void launch_backward(const CopyBackward& a, const Launch& launch) {
-  by_dtype(a.dtype, [&](auto zero) { launch(distribution_gradient<decltype(zero)>, a.B * a.Tq, 1, a); });
+  by_dtype(a.dtype, [&](auto zero) { launch_rows(distribution_gradient<decltype(zero)>, a, launch); });
 }
 
 }  // namespace
