@@ -12,7 +12,7 @@ TIDY := -std=c++20 -Wall -Wno-unused-function -Wno-unneeded-internal-declaration
   -Wno-deprecated-declarations -DVARIANT=portable -DTORCH_TARGET_VERSION=0x020a000000000000 \
   -isystem tests/cuda_host
 
-.PHONY: demo test test-python compile integrations hosts judges lint lint-python lint-cxx docs site bench bench-regression gpu wheels sanitize sanitize-fuzz mutants check-machine
+.PHONY: demo test test-python test-triton test-integrations interpreted compile integrations hosts judges lint lint-python lint-cxx docs site bench bench-regression gpu wheels sanitize sanitize-fuzz mutants check-machine
 .DELETE_ON_ERROR:
 
 demo: .venv/installed
@@ -20,17 +20,33 @@ demo: .venv/installed
 
 # Two files of tests at a time. The second run takes the oldest Triton that pyproject.toml claims, for
 # the oldest GPUs, and exponentials and quotients as rough as a GPU's; tables of cases run there alone.
-test test-python: ELSEWHERE := sm_80 or sm_100 or gfx942
-test test-python: ROUGH := triton and test_table and not test_span
-# Without what concerns compiled code alone.
-test-python: LEFT_OUT := --deselect tests/test_package.py::test_every_instruction_set \
-  $(patsubst %,--ignore tests/test_%.py,cuda_build cuda_on_host triton_compile aarch64)
-test: .venv/cuda
-test test-python: .venv/installed .venv/oldest-triton integrations
-	$(BIN)/pytest -q $(TWO) $(LEFT_OUT) --ignore tests/test_docs_site.py \
-	  -k "not (triton_compile and ($(ELSEWHERE))) and not ($(ROUGH)) and not sanitizers"
-	OMP_NUM_THREADS=1 PYTHONPATH=tests:.venv/oldest-triton $(BIN)/pytest -q $(TWO) $(LEFT_OUT) -p rough_math tests \
-	  -k "triton and (table or vanish or large or sm_80) and not test_span"
+PYTEST := $(BIN)/pytest -q $(TWO)
+ROUGH_PYTEST := OMP_NUM_THREADS=1 PYTHONPATH=tests:.venv/oldest-triton $(PYTEST) -p rough_math
+ROUGH := triton and (table or vanish or large or sm_80) and not test_span
+SMOOTH := not (triton and test_table and not test_span)
+test: .venv/cuda .venv/oldest-triton .venv/integrations
+	$(PYTEST) --ignore tests/test_docs_site.py \
+	  -k "not (triton_compile and (sm_80 or sm_100 or gfx942)) and $(SMOOTH) and not sanitizers"
+	$(ROUGH_PYTEST) tests -k "$(ROUGH)"
+
+# The parts of these tests that .ci/run leaves out while their files are as they last passed: Triton's
+# kernels in its interpreter, which is slow; other projects' modules; what concerns compiled code alone.
+INTERPRETED := $(patsubst %,tests/test_%.py,attention coverage copying entmax growable memory scores \
+  search span statistics)
+interpreted:
+	@echo $(INTERPRETED)
+space := $() $()
+test-python: .venv/installed
+	$(PYTEST) tests --ignore tests/integrations --deselect tests/test_package.py::test_every_instruction_set \
+	  $(patsubst %,--ignore tests/test_%.py,docs_site cuda_build cuda_on_host triton_compile aarch64) \
+	  -k "not (triton and ($(subst $(space), or ,$(notdir $(INTERPRETED)))))"
+
+test-triton: .venv/oldest-triton
+	$(PYTEST) $(INTERPRETED) -k "triton and $(SMOOTH)"
+	$(ROUGH_PYTEST) $(INTERPRETED) -k "$(ROUGH)"
+
+test-integrations: .venv/integrations
+	$(PYTEST) tests/integrations
 
 # Triton's kernels for every target, in three minutes; CUDA's on the host under sanitizers are
 # part of `make sanitize`.

@@ -40,6 +40,10 @@ def load(first: str, folder) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=folder)
 
 
+#: The compiler's options with which it takes a third of the time.
+QUICK = {"aot_inductor.compile_wrapper_opt_level": "O0", "aot_inductor.precompile_headers": False}
+
+
 @pytest.mark.cpu_library
 def test_a_package_of_aotinductor_needs_the_import_alone(tmp_path):
     torch.manual_seed(0)
@@ -49,7 +53,9 @@ def test_a_package_of_aotinductor_needs_the_import_alone(tmp_path):
         program = torch.export.export(model, x)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of PyTorch's compiler
-        torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / PACKAGE))
+        torch._inductor.aoti_compile_and_package(
+            program, package_path=str(tmp_path / PACKAGE), inductor_configs=QUICK
+        )
     done = load("import attnfast", tmp_path)
     assert done.returncode == 0, done.stderr
     assert "Could not find schema for attnfast_cpu::" in load("pass", tmp_path).stderr
@@ -57,7 +63,6 @@ def test_a_package_of_aotinductor_needs_the_import_alone(tmp_path):
 
 DECODERS = {
     "bahdanau": lambda: modules.BahdanauAttention(6, 8, 4, backend="reference"),
-    "general": lambda: modules.LuongAttention(6, 8, backend="reference"),
     "sparsemax": lambda: modules.BahdanauAttention(
         6, 8, 4, normalisation="sparsemax", backend="reference"
     ),

@@ -569,8 +569,7 @@ def test_compile(recurrence, attention):
         return made.output.sin().sum() + made.contexts.sin().sum() + made.state.hidden.sum() + past
 
     torch._dynamo.reset()  # the limit of recompilations counts those of other tests
-    backend = "inductor" if attention == "location" else "aot_eager"  # which takes a third as long
-    compiled = torch.compile(loss, fullgraph=True, dynamic=True, backend=backend)
+    compiled = torch.compile(loss, fullgraph=True, dynamic=True, backend="aot_eager")
     for T in (7, 4):
         part = x[:, :T].detach().requires_grad_()
         leaves = [part, source, layer.weight_ih_l0, layer.attention.key_proj.weight]
