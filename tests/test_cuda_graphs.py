@@ -311,9 +311,17 @@ def test_first_results_can_be_changed_in_place(captured):
         run(args).states.add_(1)
 
 
-def test_settings_of_products_have_their_own_graphs(captured, monkeypatch):
+@pytest.mark.parametrize(
+    ("place", "name", "value"),
+    [
+        (torch.backends.cuda, "preferred_blas_library", lambda: "cublaslt"),
+        (torch.backends.cuda, "matmul", SimpleNamespace(fp32_precision="tf32")),
+        (torch, "are_deterministic_algorithms_enabled", lambda: True),
+    ],
+)
+def test_settings_of_products_have_their_own_graphs(place, name, value, captured, monkeypatch):
     run(arguments()), run(arguments())
-    monkeypatch.setattr(cuda_graphs, "_settings", lambda: ("another",))
+    monkeypatch.setattr(place, name, value)
     assert "these are the first of their shapes" in str(attnfast.explain(run, arguments()))
 
 

@@ -433,7 +433,9 @@ def _names(overload: Any) -> tuple[list[str], list[str]]:
 
 def _settings() -> tuple[Hashable, ...]:
     """Return the settings of PyTorch that change what is launched."""
-    return torch.backends.cuda.matmul.fp32_precision, torch.are_deterministic_algorithms_enabled()
+    blas = torch.backends.cuda.preferred_blas_library()
+    precision = torch.backends.cuda.matmul.fp32_precision
+    return blas, precision, torch.are_deterministic_algorithms_enabled()
 
 
 def _narrow(x: Tensor, shape: tuple[int, ...]) -> Tensor:
