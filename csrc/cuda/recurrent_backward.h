@@ -296,9 +296,7 @@ class BackwardLoop {
   // Return the gradients that reach a layer's state before step t. `asks`: a query is the state itself.
   Reaching reaching(int64_t number, int64_t t, bool asks) const {
     const BackwardLayer& x = layers[number];
-    const bool is_last = number + 1 == a.layers;
-    Masks of_copies = x.mask ? Masks{{loop.at(x.mask)}, 1} : Masks{};
-    if (is_last) of_copies = masks.before(loop, of, a, t);
+    const Masks of_copies = masks.before(loop, of, a, number, x.mask, t);
     return {matrix_rows(x.carried), of_copies, asks ? loop.at(x.reaching, 0) : Rows2{}};
   }
   // Return true if the gradient of a query is that of the state itself.

@@ -88,18 +88,12 @@ class ForwardLoop {
       if (given.bias_hh) copy(own(*given.bias_hh), x.products);
       else zero(x.products);
     }
-    if (const Masks of_first = masks_of(x, number, 0); of_first.count) {
+    if (const Masks of_first = masks.before(loop, of, a, number, x.mask, 0); of_first.count) {
       x.seen = loop.room({(1 + of_first.count) * H});
       const auto kernels = [](auto zero) { return copy_state<decltype(zero)>; };
       loop.run(H, kernels, H, matrix_rows(x.hidden), of_first, loop.at(x.seen));
     }
     return x;
-  }
-
-  // Return the masks of the copies of a layer's state before step t.
-  Masks masks_of(const ForwardLayer& x, int64_t number, int64_t t) const {
-    if (number + 1 == a.layers) return masks.before(loop, of, a, t);
-    return x.mask ? Masks{{loop.at(x.mask)}, 1} : Masks{};
   }
 
   void run_steps() {
@@ -238,7 +232,7 @@ class ForwardLoop {
                            .dropout_state = loop.at(x.dropout_state, t),
                            .dropout_cell = loop.at(x.dropout_cell, t),
                            .zoneout = a.zoneout,
-                           .masks = masks_of(x, number, t + 1),
+                           .masks = masks.before(loop, of, a, number, x.mask, t + 1),
                            .state = loop.at(x.states, t),
                            .cell = x.cell ? loop.at(x.cells, t) : Rows2{},
                            .gates = saved_of(a.cell) ? loop.at(x.gates, t) : Rows2{},

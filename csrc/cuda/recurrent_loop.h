@@ -250,9 +250,12 @@ struct StateMasks {
       : dropout(loop.own(given.dropout, a.layers - 1)), query(loop.side_by_side(given.dropout_query)),
         joined(loop.side_by_side(given.dropout_joined)), feed(loop.side_by_side(given.dropout_feed)) {}
 
-  // Return the masks of the copies of the state before step t.
+  // Return the masks of the copies of a layer's state before step t; `mask` is that of a layer below the
+  // last.
   template <class Loop>
-  Masks before(const Loop& loop, const StateParameters& of, const Layer& a, int64_t t) const {
+  Masks before(const Loop& loop, const StateParameters& of, const Layer& a, int64_t number,
+               const Optional& mask, int64_t t) const {
+    if (number + 1 < a.layers) return mask ? Masks{{loop.at(mask)}, 1} : Masks{};
     const auto of_step = [&](const Optional& x, int64_t at, int64_t first) {
       return 0 <= at && at < a.T ? loop.at(x, at, first) : Rows2{};
     };
