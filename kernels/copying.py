@@ -30,8 +30,9 @@ MAX_LOG_GRADIENT = tl.constexpr(float(_MAX_LOG_GRADIENT))
 LOWEST = tl.constexpr(_LOWEST)
 SLIGHT = tl.constexpr(math.exp(-_MAX_LOG_GRADIENT))
 BLOCK = 2048  # words of the vocabulary at a time
-WORDS = 32  # words of the source at a time
-KEYS = 8  # keys of a word at a time
+WORDS = 256  # words of the source at a time: one for each thread
+KEYS = 4  # keys of a word at a time
+SORTED = 32  # keys at a time, to sort them
 
 
 @triton.jit
@@ -61,16 +62,16 @@ def _sort_keys(p_source, p_keys, p_counts, Tk, BI: tl.constexpr):
     o_i = tl.program_id(0) % parts * BI + tl.arange(0, BI)
     m_i = o_i < Tk
     b_w = tl.load(p_source + offset + o_i, mask=m_i, other=0)[:, None]
-    b_smaller = tl.zeros([BI], tl.int32)
+    b_smaller = tl.zeros([BI, BI], tl.int32)
     b_before, b_same = b_smaller, b_smaller
     for j in range(0, Tk, BI):
-        o_j = j + tl.arange(0, BI)
-        b_other = tl.load(p_source + offset + o_j, mask=o_j < Tk, other=0)[None, :]
-        m_same = (b_other == b_w) & (o_j < Tk)[None, :]
-        m_before = m_same & (o_j[None, :] < o_i[:, None])
-        b_smaller += tl.sum(((b_other < b_w) & (o_j < Tk)[None, :]).to(tl.int32), 1)
-        b_before += tl.sum(m_before.to(tl.int32), 1)
-        b_same += tl.sum(m_same.to(tl.int32), 1)
+        o_j = (j + tl.arange(0, BI))[None, :]
+        b_other = tl.load(p_source + offset + o_j, mask=o_j < Tk, other=0)
+        m_same = (b_other == b_w) & (o_j < Tk)
+        b_smaller += ((b_other < b_w) & (o_j < Tk)).to(tl.int32)
+        b_before += (m_same & (o_j < o_i[:, None])).to(tl.int32)
+        b_same += m_same.to(tl.int32)
+    b_smaller, b_before, b_same = tl.sum(b_smaller, 1), tl.sum(b_before, 1), tl.sum(b_same, 1)
     o_sorted = offset + b_smaller + b_before
     tl.store(p_keys + o_sorted, o_i, mask=m_i)
     tl.store(p_counts + o_sorted, tl.where(b_before == 0, b_same, 0), mask=m_i)
@@ -291,8 +292,8 @@ def _sorted(source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
     (B, Tk), keys = source.shape, torch.empty_like(source, dtype=torch.int32)
     counts = torch.empty_like(keys)
     if source.numel():
-        _sort_keys[(B * triton.cdiv(Tk, WORDS),)](
-            source, keys, counts, Tk, BI=WORDS, num_warps=4, **LAUNCH_OPTIONS
+        _sort_keys[(B * triton.cdiv(Tk, SORTED),)](
+            source, keys, counts, Tk, BI=SORTED, num_warps=4, **LAUNCH_OPTIONS
         )
     return source, keys, counts
 

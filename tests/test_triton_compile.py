@@ -52,7 +52,7 @@ REGISTERS = {
     "_additive_gradient": 176,
     "_scan": 255,
     "_scan_gradient": 255,
-    "_sort_keys": 64,
+    "_sort_keys": 80,
     "_distribution": 128,
     "_distribution_gradient": 128,
     "_score_words": 112,

@@ -3,8 +3,8 @@
 //
 // A row is one sweep over the vocabulary as if nothing were copied, then the words of the source are
 // corrected. A first launch sorts the keys of each sequence by their words, so a row adds the weights
-// of a word's keys in a fixed order, without atomic additions. A cluster divides a large vocabulary:
-// then the rows in progress are few enough for the L2 cache, from which the second pass reads.
+// of a word's keys in a fixed order, without atomic additions. On sm_90 and later a cluster divides a
+// large vocabulary, so that the logits of the rows in progress fit into the L2 cache.
 #pragma once
 #include <float.h>
 
@@ -23,23 +23,27 @@ struct SortedKeys {
 };
 
 // Sort by counting; a warp takes a key.
-__global__ void sort_keys(const int64_t* source, int64_t Tk, const SortedKeys sorted) {
-  const int64_t parts = (Tk + kWarps - 1) / kWarps, first = blockIdx.x / parts * Tk;
-  const int64_t i = blockIdx.x % parts * kWarps + threadIdx.x / 32;
+__global__ void sort_keys(const int64_t* source, int Tk, const SortedKeys sorted) {
+  const int parts = (Tk + kWarps - 1) / kWarps, i = blockIdx.x % parts * kWarps + threadIdx.x / 32;
+  const int64_t first = blockIdx.x / parts * int64_t{Tk};
   if (i >= Tk) return;
   source += first;
   const int64_t w = source[i];
   int smaller = 0, before = 0, same = 0;
+  int j = threadIdx.x % 32;
 #pragma unroll 4
-  for (int64_t j = threadIdx.x % 32; j < Tk; j += 32) {
-    const int64_t other = source[j];
-    smaller += other < w;
-    before += other == w && j < i;
-    same += other == w;
+  for (; j < i; j += 32) {
+    smaller += source[j] < w;
+    before += source[j] == w;
+  }
+#pragma unroll 4
+  for (; j < Tk; j += 32) {
+    smaller += source[j] < w;
+    same += source[j] == w;
   }
   before = of_warp<Add>(before);
+  same = before + of_warp<Add>(same);
   const int64_t place = first + of_warp<Add>(smaller) + before;
-  same = of_warp<Add>(same);
   if (threadIdx.x % 32 != 0) return;
   sorted.keys[place] = i;
   sorted.counts[place] = before == 0 ? same : 0;
@@ -152,7 +156,8 @@ __global__ void __launch_bounds__(kThreads, kRowBlocks<T>)
     for (int i = 0; i < kTogether<C>; ++i)
       if (exists(i)) narrow(generated(x[i]), out[w + i * kThreads]);
   });
-  for (int64_t w = r.V + threadIdx.x; w < r.N; w += kThreads) narrow(generated(-INFINITY), out[w]);
+  for (int64_t w = r.V + threadIdx.x + kThreads * blockIdx.y; w < r.N; w += kThreads * gridDim.y)
+    narrow(generated(-INFINITY), out[w]);
   wait_for_blocks();  // the following stores overwrite those of other threads
   r.for_each_word([&](int64_t w, double mass, const int32_t*, int) {
     if (!r.exists(w)) return;
@@ -203,7 +208,11 @@ __global__ void __launch_bounds__(kThreads, kRowBlocks<T>)
     } else {
       minus += mass * g;
     }
-    for (int k = 0; k < count; ++k) narrow(C(x), grad_weights[keys[k]]);
+    for (int first = 0; first < count; first += 4) {
+      int32_t key[4];  // loads that waited for stores would take most of the time
+      for (int k = 0; k < 4; ++k) key[k] = keys[min(first + k, count - 1)];
+      for (int k = 0; k < 4; ++k) narrow(C(x), grad_weights[key[k]]);
+    }
   });
   total -= of_blocks<Add>(minus, turn);
   all += of_blocks<Add>(plus, turn);
@@ -233,10 +242,11 @@ __global__ void __launch_bounds__(kThreads, kRowBlocks<T>)
 
 template <class Call, class Launch>
 void launch_rows(void (*kernel)(Call, SortedKeys), const Call& a, const Launch& launch) {
+  if (a.B * a.Tq == 0) return;
   const int64_t numbers = a.B * a.Tk;
   const SortedKeys sorted = {launch.template scratch<int32_t>(numbers),
                              launch.template scratch<int32_t>(numbers)};
-  launch(sort_keys, a.B * tiles(a.Tk, kWarps), 1, a.source, a.Tk, sorted);
+  launch(sort_keys, a.B * tiles(a.Tk, kWarps), 1, a.source, static_cast<int>(a.Tk), sorted);
   const int64_t blocks = min(tiles(a.V + a.X, kWordsOfBlock), int64_t{launch.most_together(kernel)});
   launch.together(kernel, a.B * a.Tq, max(blocks, int64_t{1}), a, sorted);
 }
