@@ -32,7 +32,7 @@ SLIGHT = tl.constexpr(math.exp(-_MAX_LOG_GRADIENT))
 BLOCK = 2048  # words of the vocabulary at a time
 WORDS = 256  # words of the source at a time: one for each thread
 KEYS = 4  # keys of a word at a time
-SORTED = 32  # keys at a time, to sort them
+SORT_BLOCK = 32  # keys that a program sorts
 
 
 @triton.jit
@@ -53,9 +53,10 @@ def _gate(p_gate):
 
 @triton.jit(do_not_specialize=LENGTHS)
 def _sort_keys(p_source, p_keys, p_counts, Tk, BI: tl.constexpr):
-    """Sort the keys of every sequence by their words, by counting.
+    """Sort the keys of each sequence by word: store them, and each word's number of keys.
 
-    At the first key of a word, store the number of its keys; 0 at the others.
+    A key's position is the number of keys that precede it. The number of keys is stored at the
+    word's first key, 0 at the others.
     """
     parts = tl.cdiv(Tk, BI)
     offset = (tl.program_id(0) // parts).to(tl.int64) * Tk
@@ -79,7 +80,10 @@ def _sort_keys(p_source, p_keys, p_counts, Tk, BI: tl.constexpr):
 
 @triton.jit
 def _words(p_source, p_weights, p_keys, p_counts, i, Tk, BI: tl.constexpr, BK: tl.constexpr):
-    """Return BI words, −1 for none, the number of keys of each, and the sum of their weights."""
+    """Return the words whose first sorted keys are i to i + BI − 1, −1 where there is none.
+
+    Return also each word's number of keys and the sum of their weights.
+    """
     o_i = i + tl.arange(0, BI)
     b_count = tl.load(p_counts + o_i, mask=o_i < Tk, other=0)
     b_first = tl.load(p_keys + o_i, mask=b_count > 0, other=0)
@@ -93,7 +97,7 @@ def _words(p_source, p_weights, p_keys, p_counts, i, Tk, BI: tl.constexpr, BK: t
 
 @triton.jit
 def _keys(p_keys, b_count, i, k, BI: tl.constexpr, BK: tl.constexpr):
-    """Return the keys k to k + BK of BI words, and which of them exist."""
+    """Return keys k to k + BK − 1 of BI words, and which of them exist."""
     o_i, o_k = i + tl.arange(0, BI), k + tl.arange(0, BK)
     m_k = o_k[None, :] < b_count[:, None]
     return tl.load(p_keys + o_i[:, None] + o_k[None, :], mask=m_k, other=0), m_k
@@ -286,14 +290,14 @@ def _options(x: torch.Tensor) -> dict:
     }  # fmt: skip
 
 
-def _sorted(source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _sort_by_word(source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the words, the keys sorted by their words, and the number of keys of each word."""
     source = source.contiguous()
     (B, Tk), keys = source.shape, torch.empty_like(source, dtype=torch.int32)
     counts = torch.empty_like(keys)
     if source.numel():
-        _sort_keys[(B * triton.cdiv(Tk, SORTED),)](
-            source, keys, counts, Tk, BI=SORTED, num_warps=4, **LAUNCH_OPTIONS
+        _sort_keys[(B * triton.cdiv(Tk, SORT_BLOCK),)](
+            source, keys, counts, Tk, BI=SORT_BLOCK, num_warps=4, **LAUNCH_OPTIONS
         )
     return source, keys, counts
 
@@ -307,7 +311,7 @@ def forward(call: CopyInputs) -> CopyOutputs:
     if B * Tq:
         with torch.cuda.device_of(logits):
             _distribution[(B * Tq,)](
-                _strided(logits), weights.contiguous(), *_sorted(source), gate.contiguous(),
+                _strided(logits), weights.contiguous(), *_sort_by_word(source), gate.contiguous(),
                 out, lse, V, Tq, Tk, num_oov, LOG=log, **_options(logits),
             )  # fmt: skip
     return CopyOutputs(out, lse)
@@ -322,7 +326,7 @@ def backward(call: CopyBackward) -> CopyGradients:
     if B * Tq:
         with torch.cuda.device_of(logits):
             _distribution_gradient[(B * Tq,)](
-                _strided(grad), _strided(logits), weights.contiguous(), *_sorted(source),
+                _strided(grad), _strided(logits), weights.contiguous(), *_sort_by_word(source),
                 gate.contiguous(), lse.contiguous(), *grads,
                 V, Tq, Tk, num_oov,
                 LOG=log, HIGHEST=65504.0 if half else float("inf"), **_options(logits),

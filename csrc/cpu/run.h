@@ -31,15 +31,18 @@ bool weights_may_be_sparse() { return true; }
 
 const torch::stable::Device kCpu(torch::headeronly::DeviceType::CPU);
 
+#define ATTNFAST_QUOTED(x) #x
+#define ATTNFAST_EXPANDED(x) ATTNFAST_QUOTED(x)
+
 // Return the table of kernels for this processor, or for the instruction set that is requested. Only
 // `portable` is defined on other processors than x86.
 template <auto& portable, auto& avx2, auto& avx512>
 const auto& choose() {
-#ifdef ATTNFAST_BUILD_ISA
-  return ATTNFAST_BUILD_ISA;  // the only one in this build, see setup.py
-#else
   const char* forced = std::getenv("ATTNFAST_CPU_ISA");
   const std::string name = forced ? forced : "";
+#ifdef ATTNFAST_BUILD_ISA  // the only one in this build, see setup.py
+  if (name == ATTNFAST_EXPANDED(ATTNFAST_BUILD_ISA) || name.empty()) return ATTNFAST_BUILD_ISA;
+#else
 #if defined(__x86_64__)
   const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
   const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") &&
@@ -49,11 +52,11 @@ const auto& choose() {
   if (has_avx2 && (name == "avx2" || name.empty())) return avx2;
 #endif
   if (name == "portable" || name.empty()) return portable;
-  throw std::runtime_error(
-      "ATTNFAST_CPU_ISA must be portable, avx2 or avx512, one that this "
-      "processor has, got " +
-      name);
 #endif
+  throw std::runtime_error(
+      "ATTNFAST_CPU_ISA must be portable, avx2 or avx512, one that the "
+      "processor and the build have, got " +
+      name);
 }
 
 template <auto&>

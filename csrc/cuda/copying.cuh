@@ -1,10 +1,11 @@
 // copy_distribution on the GPU: device code on raw pointers; the launcher is copying.cu. The
 // formulas are those of cpu/copying_kernel.cpp.
 //
-// A row is one sweep over the vocabulary as if nothing were copied, then the words of the source are
-// corrected. A first launch sorts the keys of each sequence by their words, so a row adds the weights
-// of a word's keys in a fixed order, without atomic additions. On sm_90 and later a cluster divides a
-// large vocabulary, so that the logits of the rows in progress fit into the L2 cache.
+// A row takes two passes over its logits, for the sum of exponentials and for the distribution as if
+// nothing were copied. Then the words of the source are corrected. A first launch sorts the keys of each
+// sequence by word, so a row adds the weights of a word's keys in a fixed order, without atomic
+// additions. On sm_90 and later a cluster divides a large vocabulary, so that the logits of the rows in
+// progress fit into the L2 cache.
 #pragma once
 #include <float.h>
 
@@ -14,15 +15,15 @@
 namespace attnfast {
 namespace {
 
-constexpr int kWordsOfBlock = 4096;  // for which a cluster takes another block
+constexpr int kWordsPerBlock = 4096;  // a cluster has one block per this number of words
 
-// The keys of every sequence, sorted by their words, and the number of keys of a word, at its first:
-// 0 at the others. Both are [B, Tk].
+// keys: those of each sequence, sorted by word. counts: at a word's first key the number of its keys, else
+// 0. Both are [B, Tk].
 struct SortedKeys {
   int32_t *keys, *counts;
 };
 
-// Sort by counting; a warp takes a key.
+// A key's position is the number of keys that precede it; a warp counts them for one key.
 __global__ void sort_keys(const int64_t* source, int Tk, const SortedKeys sorted) {
   const int parts = (Tk + kWarps - 1) / kWarps, i = blockIdx.x % parts * kWarps + threadIdx.x / 32;
   const int64_t first = blockIdx.x / parts * int64_t{Tk};
@@ -43,33 +44,34 @@ __global__ void sort_keys(const int64_t* source, int Tk, const SortedKeys sorted
   }
   before = of_warp<Add>(before);
   same = before + of_warp<Add>(same);
-  const int64_t place = first + of_warp<Add>(smaller) + before;
+  const int64_t position = first + of_warp<Add>(smaller) + before;
   if (threadIdx.x % 32 != 0) return;
-  sorted.keys[place] = i;
-  sorted.counts[place] = before == 0 ? same : 0;
+  sorted.keys[position] = i;
+  sorted.counts[position] = before == 0 ? same : 0;
 }
 
 // Blocks that a multiprocessor has registers for.
 template <class T>
 constexpr int kRowBlocks = sizeof(T) == 8 ? 4 : 6;
-// Words that a thread loads together, kThreads apart.
+// Words that a thread loads at a time, kThreads apart.
 template <class C>
-constexpr int kTogether = sizeof(C) == 4 ? 8 : 4;
+constexpr int kWordsPerThread = sizeof(C) == 4 ? 8 : 4;
 
-// Call use(w, x, exists) for the words w < n of this thread, among all of the row's blocks, with w the
-// first of kTogether, x[i] = load of the i-th and exists(i). Loads come first, without branches, because
-// a thread that waits for each in turn is idle most of the time.
+// Divide the words below n among the threads of the row's blocks. use(w, x, in_range) gets
+// kWordsPerThread at a time: x[i] is load(w + i * kThreads), to be used only if in_range(i). Loads come
+// first, without branches, because a thread that waits for each in turn is idle most of the time.
 template <class C, class Load, class Use>
 __device__ void sweep(int64_t n, const Load& load, const Use& use) {
-  constexpr int words = kTogether<C>, of_block = words * kThreads;
+  constexpr int words = kWordsPerThread<C>, of_block = words * kThreads;
   for (int64_t first = of_block * blockIdx.y; first < n; first += of_block * gridDim.y) {
     const int64_t w = first + threadIdx.x;
     const auto take = [&](auto known) {
-      constexpr bool whole = decltype(known)::value;
+      constexpr bool is_full = decltype(known)::value;
       decltype(load(w)) x[words];
 #pragma unroll
-      for (int i = 0; i < words; ++i) x[i] = load(whole ? w + i * kThreads : min(w + i * kThreads, n - 1));
-      use(w, x, [&](int i) { return whole || w + i * kThreads < n; });
+      for (int i = 0; i < words; ++i)
+        x[i] = load(is_full ? w + i * kThreads : min(w + i * kThreads, n - 1));
+      use(w, x, [&](int i) { return is_full || w + i * kThreads < n; });
     };
     if (n - first >= of_block) take(std::true_type{});
     else take(std::false_type{});
@@ -98,17 +100,18 @@ struct Row {
   __device__ bool exists(int64_t w) const { return 0 <= w && w < N; }
   __device__ bool generates(int64_t w) const { return w < V && widen(logits[w]) != -INFINITY; }
 
-  // Call use(w, mass, keys, count) for the words w of this thread, with the total weight of their keys.
+  // Call use(w, mass, keys, count) for each source word of this thread, with its keys, their number and
+  // their total weight.
   template <class Use>
   __device__ void for_each_word(const Use& use) const {
     for (int64_t i = threadIdx.x + kThreads * blockIdx.y; i < keys; i += kThreads * gridDim.y) {
       const int count = sorted.counts[i];
       if (count == 0) continue;
-      const int32_t* of_word = sorted.keys + i;
+      const int32_t* word_keys = sorted.keys + i;
       double mass = 0;
 #pragma unroll 4
-      for (int k = 0; k < count; ++k) mass += widen(weights[of_word[k]]);
-      use(source[*of_word], mass, of_word, count);
+      for (int k = 0; k < count; ++k) mass += widen(weights[word_keys[k]]);
+      use(source[*word_keys], mass, word_keys, count);
     }
   }
 
@@ -127,20 +130,20 @@ __global__ void __launch_bounds__(kThreads, kRowBlocks<T>)
   const auto logit = [&](int64_t w) -> C { return widen(r.logits[w]); };
   int turn = 0;
   C top = sizeof(C) == 4 ? -FLT_MAX : -DBL_MAX, part = 0;  // of this thread
-  sweep<C>(r.V, logit, [&](int64_t, const auto& x, const auto& exists) {
+  sweep<C>(r.V, logit, [&](int64_t, const auto& x, const auto& in_range) {
     C highest = top;
 #pragma unroll
-    for (int i = 0; i < kTogether<C>; ++i)
-      if (exists(i)) highest = fmax(highest, x[i]);
+    for (int i = 0; i < kWordsPerThread<C>; ++i)
+      if (in_range(i)) highest = fmax(highest, x[i]);
     if (highest > top) part *= exp(top - highest);
     top = highest;
 #pragma unroll
-    for (int i = 0; i < kTogether<C>; ++i)
-      if (exists(i)) part += exp(x[i] - top);
+    for (int i = 0; i < kWordsPerThread<C>; ++i)
+      if (in_range(i)) part += exp(x[i] - top);
   });
-  const C own = top;
-  top = of_blocks<Max>(own, turn);
-  const C total = of_blocks<Add>(part * exp(own - top), turn);
+  const C thread_top = top;
+  top = of_blocks<Max>(thread_top, turn);
+  const C total = of_blocks<Add>(part * exp(thread_top - top), turn);
   const bool none = total == 0;  // no word can be generated
   const double log_total = none ? 0 : ::log(static_cast<double>(total));
   const double log_sum_exp = none ? -HUGE_VAL : top + log_total;
@@ -151,10 +154,10 @@ __global__ void __launch_bounds__(kThreads, kRowBlocks<T>)
     if (!a.log) return exp(x - top) * factor;
     return x == -INFINITY ? C(kLowest) : x - top + low;
   };
-  sweep<C>(r.V, logit, [&](int64_t w, const auto& x, const auto& exists) {
+  sweep<C>(r.V, logit, [&](int64_t w, const auto& x, const auto& in_range) {
 #pragma unroll
-    for (int i = 0; i < kTogether<C>; ++i)
-      if (exists(i)) narrow(generated(x[i]), out[w + i * kThreads]);
+    for (int i = 0; i < kWordsPerThread<C>; ++i)
+      if (in_range(i)) narrow(generated(x[i]), out[w + i * kThreads]);
   });
   for (int64_t w = r.V + threadIdx.x + kThreads * blockIdx.y; w < r.N; w += kThreads * gridDim.y)
     narrow(generated(-INFINITY), out[w]);
@@ -187,11 +190,11 @@ __global__ void __launch_bounds__(kThreads, kRowBlocks<T>)
 
   C part = 0;
   int turn = 0;
-  sweep<C>(r.V, terms, [&](int64_t, const auto& of, const auto& exists) {
+  sweep<C>(r.V, terms, [&](int64_t, const auto& of, const auto& in_range) {
 #pragma unroll
-    for (int i = 0; i < kTogether<C>; ++i) {
+    for (int i = 0; i < kWordsPerThread<C>; ++i) {
       const C s = a.log ? C(1) : S(of[i].x);
-      if (exists(i) && of[i].x != -INFINITY && s != 0) part += s * of[i].g;
+      if (in_range(i) && of[i].x != -INFINITY && s != 0) part += s * of[i].g;
     }
   });
   double total = of_blocks<Add>(part, turn), all = total;  // all: sum G of the possible words
@@ -221,12 +224,12 @@ __global__ void __launch_bounds__(kThreads, kRowBlocks<T>)
     narrow(C(a.log ? total - p * all : p * r.gate.q * total), *r.template at<T>(a.grad_gate));
 
   const double mean = a.log ? total : all;
-  sweep<C>(r.V, terms, [&](int64_t w, const auto& of, const auto& exists) {
+  sweep<C>(r.V, terms, [&](int64_t w, const auto& of, const auto& in_range) {
 #pragma unroll
-    for (int i = 0; i < kTogether<C>; ++i) {
+    for (int i = 0; i < kWordsPerThread<C>; ++i) {
       const auto [x, g] = of[i];
       const C y = a.log ? g - S(x) * C(mean) : S(x) * C(p) * (g - C(mean));
-      if (exists(i)) narrow(x == -INFINITY ? C(0) : y, out[w + i * kThreads]);
+      if (in_range(i)) narrow(x == -INFINITY ? C(0) : y, out[w + i * kThreads]);
     }
   });
   wait_for_blocks();
@@ -243,11 +246,11 @@ __global__ void __launch_bounds__(kThreads, kRowBlocks<T>)
 template <class Call, class Launch>
 void launch_rows(void (*kernel)(Call, SortedKeys), const Call& a, const Launch& launch) {
   if (a.B * a.Tq == 0) return;
-  const int64_t numbers = a.B * a.Tk;
-  const SortedKeys sorted = {launch.template scratch<int32_t>(numbers),
-                             launch.template scratch<int32_t>(numbers)};
+  const int64_t elements = a.B * a.Tk;
+  const SortedKeys sorted = {launch.template scratch<int32_t>(elements),
+                             launch.template scratch<int32_t>(elements)};
   launch(sort_keys, a.B * tiles(a.Tk, kWarps), 1, a.source, static_cast<int>(a.Tk), sorted);
-  const int64_t blocks = min(tiles(a.V + a.X, kWordsOfBlock), int64_t{launch.most_together(kernel)});
+  const int64_t blocks = min(tiles(a.V + a.X, kWordsPerBlock), int64_t{launch.most_together(kernel)});
   launch.together(kernel, a.B * a.Tq, max(blocks, int64_t{1}), a, sorted);
 }
 

@@ -250,7 +250,7 @@ struct StateMasks {
       : dropout(loop.own(given.dropout, a.layers - 1)), query(loop.side_by_side(given.dropout_query)),
         joined(loop.side_by_side(given.dropout_joined)), feed(loop.side_by_side(given.dropout_feed)) {}
 
-  // Return the masks of the copies of a layer's state before step t; `mask` is that of a layer below the
+  // Return the masks of the copies of a layer's state before step t; `mask` applies to a layer below the
   // last.
   template <class Loop>
   Masks before(const Loop& loop, const StateParameters& of, const Layer& a, int64_t number,

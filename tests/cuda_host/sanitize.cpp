@@ -114,7 +114,7 @@ void run_coverage(const Forward& forward, const Backward& backward, const Sizes&
   launch_backward(b, launch);
 }
 
-// Of V words and 3 others.
+// Run copy_distribution with V words and 3 outside the vocabulary.
 void run_copying(const Problem& p, const Sizes& make, int64_t V, const int64_t* source,
                  double* log_sum_exp) {
   for (const bool log : {false, true}) {
@@ -175,7 +175,7 @@ int main(int, char** argv) {
   }
   std::vector<int64_t> source(a.B * a.Tk);
   std::vector<double> log_sum_exp(a.B * a.Tq);
-  const int64_t words = a.Tq == 2 ? 9000 : a.Dv;  // a cluster's, or a block's
+  const int64_t words = a.Tq == 2 ? 9000 : a.Dv;  // enough for a cluster, or for one block
   for (size_t i = 0; i < source.size(); ++i) source[i] = i * 7 % (words + 3);
   run_copying(a, make, words, source.data(), log_sum_exp.data());
   if (a.B) run_feed(a, make);
