@@ -12,7 +12,7 @@ TIDY := -std=c++20 -Wall -Wno-unused-function -Wno-unneeded-internal-declaration
   -Wno-deprecated-declarations -DVARIANT=portable -DTORCH_TARGET_VERSION=0x020a000000000000 \
   -isystem tests/cuda_host
 
-.PHONY: demo test test-python test-triton test-integrations interpreted compile integrations hosts judges lint lint-python lint-cxx docs site bench bench-regression gpu wheels sanitize sanitize-fuzz mutants check-machine
+.PHONY: demo test test-python test-triton test-integrations triton-files compile integrations hosts judges lint lint-python lint-cxx docs site bench bench-regression gpu wheels sanitize sanitize-fuzz mutants check-machine
 .DELETE_ON_ERROR:
 
 demo: .venv/installed
@@ -21,29 +21,30 @@ demo: .venv/installed
 # Two files of tests at a time. The second run takes the oldest Triton that pyproject.toml claims, for
 # the oldest GPUs, and exponentials and quotients as rough as a GPU's; tables of cases run there alone.
 PYTEST := $(BIN)/pytest -q $(TWO)
-ROUGH_PYTEST := OMP_NUM_THREADS=1 PYTHONPATH=tests:.venv/oldest-triton $(PYTEST) -p rough_math
-ROUGH := triton and (table or vanish or large or sm_80) and not test_span
-SMOOTH := not (triton and test_table and not test_span)
+PYTEST_ROUGH := OMP_NUM_THREADS=1 PYTHONPATH=tests:.venv/oldest-triton $(PYTEST) -p rough_math
+ROUGH_TESTS := triton and (table or vanish or large or sm_80) and not test_span
+EXACT_TESTS := not (triton and test_table and not test_span)
 test: .venv/cuda .venv/oldest-triton .venv/integrations
 	$(PYTEST) --ignore tests/test_docs_site.py \
-	  -k "not (triton_compile and (sm_80 or sm_100 or gfx942)) and $(SMOOTH) and not sanitizers"
-	$(ROUGH_PYTEST) tests -k "$(ROUGH)"
+	  -k "not (triton_compile and (sm_80 or sm_100 or gfx942)) and $(EXACT_TESTS) and not sanitizers"
+	$(PYTEST_ROUGH) tests -k "$(ROUGH_TESTS)"
 
-# The parts of these tests that .ci/run leaves out while their files are as they last passed: Triton's
-# kernels in its interpreter, which is slow; other projects' modules; what concerns compiled code alone.
-INTERPRETED := $(patsubst %,tests/test_%.py,attention coverage copying entmax growable memory scores \
+# The parts of `make test` for .ci/run, which skips the last two if their files are unchanged.
+# test-python omits tests of compiled code alone.
+TRITON_FILES := $(patsubst %,tests/test_%.py,attention coverage copying entmax growable memory scores \
   search span statistics)
-interpreted:
-	@echo $(INTERPRETED)
 space := $() $()
+triton-files:
+	@echo $(TRITON_FILES)
+
 test-python: .venv/installed
 	$(PYTEST) tests --ignore tests/integrations --deselect tests/test_package.py::test_every_instruction_set \
 	  $(patsubst %,--ignore tests/test_%.py,docs_site cuda_build cuda_on_host triton_compile aarch64) \
-	  -k "not (triton and ($(subst $(space), or ,$(notdir $(INTERPRETED)))))"
+	  -k "not (triton and ($(subst $(space), or ,$(notdir $(TRITON_FILES)))))"
 
 test-triton: .venv/oldest-triton
-	$(PYTEST) $(INTERPRETED) -k "triton and $(SMOOTH)"
-	$(ROUGH_PYTEST) $(INTERPRETED) -k "$(ROUGH)"
+	$(PYTEST) $(TRITON_FILES) -k "triton and $(EXACT_TESTS)"
+	$(PYTEST_ROUGH) $(TRITON_FILES) -k "$(ROUGH_TESTS)"
 
 test-integrations: .venv/integrations
 	$(PYTEST) tests/integrations

@@ -312,16 +312,16 @@ def test_first_results_can_be_changed_in_place(captured):
 
 
 @pytest.mark.parametrize(
-    ("place", "name", "value"),
+    ("owner", "name", "value"),
     [
         (torch.backends.cuda, "preferred_blas_library", lambda: "cublaslt"),
         (torch.backends.cuda, "matmul", SimpleNamespace(fp32_precision="tf32")),
         (torch, "are_deterministic_algorithms_enabled", lambda: True),
     ],
 )
-def test_settings_of_products_have_their_own_graphs(place, name, value, captured, monkeypatch):
+def test_settings_of_products_have_their_own_graphs(owner, name, value, captured, monkeypatch):
     run(arguments()), run(arguments())
-    monkeypatch.setattr(place, name, value)
+    monkeypatch.setattr(owner, name, value)
     assert "these are the first of their shapes" in str(attnfast.explain(run, arguments()))
 
 

@@ -40,7 +40,7 @@ def load(first: str, folder) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=folder)
 
 
-#: The compiler's options with which it takes a third of the time.
+#: Options of Inductor that compile a package in less time.
 QUICK = {"aot_inductor.compile_wrapper_opt_level": "O0", "aot_inductor.precompile_headers": False}
 
 
