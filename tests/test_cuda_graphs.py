@@ -314,9 +314,9 @@ def test_first_results_can_be_changed_in_place(captured):
 @pytest.mark.parametrize(
     ("owner", "name", "value"),
     [
-        (torch.backends.cuda, "preferred_blas_library", lambda: "cublaslt"),
-        (torch.backends.cuda, "matmul", SimpleNamespace(fp32_precision="tf32")),
-        (torch, "are_deterministic_algorithms_enabled", lambda: True),
+        (torch.backends.cuda, "preferred_blas_library", lambda: "another"),
+        (torch.backends.cuda, "matmul", SimpleNamespace(fp32_precision="another")),
+        (torch, "are_deterministic_algorithms_enabled", lambda: "another"),
     ],
 )
 def test_settings_of_products_have_their_own_graphs(owner, name, value, captured, monkeypatch):
