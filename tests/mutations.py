@@ -2284,7 +2284,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         ],
     },
     ("csrc/cuda/step.cuh", CUDA.format("owes")): {
-        "weighted_sums": [("sum[n] += share[j + i] == 0 ? C(0) : more;", "sum[n] += more;")],
+        "weighted_sums": [("sum[n][m] += p == 0 ? C(0) : p * more;", "sum[n][m] += p * more;")],
     },
     ("csrc/cuda/step.cuh", CUDA.format("parts or step")): {
         "__launch_bounds__": [
@@ -2292,7 +2292,19 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
             ("for (C& x : factor) x *= all.share();", ""),
             ("all.mass += mass[x] * faded;", "all.mass += mass[x];"),
             ("at<C>(parts, tile, tile.row * count + first)", "at<C>(parts, tile, first)"),
+            ("mean = mass == 0 ? C(0) : sum / mass;", "mean = sum / mass;"),
+            ("if constexpr (in_parts) share[1][j] = weight;", "if constexpr (in_parts) share[1][j] = 0;"),
+            ("in_parts ? of_weight : share[0][j];", "share[0][j];"),
+            ("i < count; i += kThreads) product", "i < count && i < kThreads; i += kThreads) product"),
+            ("if (first + kWarps * x < count) sum +=", "sum +="),
+            ("first += kWarps * kAtOnce) {\n    C centred", "first += count) {\n    C centred"),
+            ("(its_mean[x] - mean) * slopes[x];", "(its_mean[x] - mean);"),
+            ("sums[2][lane] + sums[3][lane])", "sums[2][lane])"),
+            ("own.from - own.origin + slice * kThreads", "slice * kThreads"),
+            ("score_gradient(weights[j], grad_score[j], mean, extra)",
+             "score_gradient(weights[j], grad_score[j], mean, C(0))"),
         ],
+        "score_gradient": [("p == 0 ? C(0) : p * (x - mean + extra)", "p * (x - mean + extra)")],
         "step_blocks": [("min(rounds * kRound, int64_t{kStepKeys})", "rounds * kRound")],
         "launch_combine": [("while (count > kJoined) {", "while (false) {")],
     },
@@ -2367,13 +2379,13 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
             ("grad_penalty + (a.sums ? *s.row(a.grad_penalty) : C(0));", "grad_penalty;"),
             ("(int j, C x) { products[j] = x; });", "(int j, C x) { products[j] = 0 * x; });"),
         ],
-        "sum_values": [("j == s.from ? sum : sums[c] + sum;", "sum;")],
+        "sum_values": [("(j == s.from ? C(0) : sums[c]) + *sum;", "*sum;")],
     },
     ("csrc/cuda/step.cuh", CUDA.format("recurrent")): {
         "__launch_bounds__": [
             ("put_context<T>(a, added, tile, c, total);", "put_context<T>(a, {}, tile, c, total);"),
-            ("put_context<T>(a, added, tile, c, sum * all.share());",
-             "put_context<T>(a, {}, tile, c, sum * all.share());"),
+            ("put_context<T>(a, added, tile, c, *sum * all.share());",
+             "put_context<T>(a, {}, tile, c, *sum * all.share());"),
         ],
     },
     ("csrc/cuda/recurrent_loop.h", CUDA.format("recurrent")): {

@@ -40,8 +40,10 @@ BUDGETS = {
         *(("forward", f", {score}, 2", 168, 255, 19) for score in range(len(SCORES))),
         *(("forward", f", {score}, 4", 168, 0, 19) for score in range(len(SCORES))),
         *(("step", f", {score}", 168, 168, 5) for score in range(len(SCORES))),
-        *(("step_backward", f", {score}", 168, 240, 5) for score in range(len(SCORES))),
+        *(("step_backward", f", {score}, false", 168, 240, 5) for score in range(len(SCORES))),
+        *(("step_backward", f", {score}, true", 168, 255, 1) for score in range(len(SCORES))),
         ("combine", "", 80, 128, 1),
+        ("combine_backward", "", 64, 80, 1),
         ("factor", "", 80, 0, 0),
         ("products", ", 0, true", 168, 240, 16),
         *(("products", f", {score}, false", 168, 240, 16) for score in range(len(SCORES))),
@@ -214,10 +216,13 @@ ROUNDS = {
     "products<float, 0, true>": {30: 1},
     "products<float, 1, false>": {8: 1},
     **{f"step<float, {score}>": {64: 2} for score in range(len(SCORES))},
-    "step_backward<float, 0>": {40: 1, 32: 1},
-    "step_backward<float, 1>": {40: 1, 32: 3},
-    "step_backward<float, 2>": {40: 1, 32: 4},
+    **{
+        f"step_backward<float, {score}, {in_parts}>": {40: 1, 32: rounds}
+        for in_parts in ("false", "true")
+        for score, rounds in enumerate((1, 3, 2, 2))
+    },
     "combine<float>": {32: 1},
+    "combine_backward<float>": {12: 1},
     "scan<float>": {20: 1},
     "distribution<float>": {16: 2},
     "distribution_gradient<float>": {32: 2},

@@ -145,8 +145,8 @@ def blocks(request, library):
 def test_a_step_on_frozen_keys(case, host, blocks, library):
     library.take_launches()
     test_attention.judge_step(case, host)
-    parts = -(-case.Tk // 64)  # a launch forward and one backward, or two and three
-    assert library.take_launches() == (2 if parts <= blocks else 5)
+    parts = -(-case.Tk // 64)  # a launch each, or a second to join parts, and one for many parts
+    assert library.take_launches() == (2 if parts <= blocks else 4 if parts <= 64 else 5)
 
 
 @pytest.mark.parametrize(("case", "span", "position"), test_span.STEPS, ids=lambda x: None)
@@ -434,6 +434,13 @@ def test_what_the_history_owes(host, monkeypatch):
 @pytest.mark.parametrize("case", test_memory.CASES, ids=str)
 def test_recurrent_decoder(case, host):
     test_memory.judge(case, host)
+
+
+@pytest.mark.parametrize("case", [x for x in test_memory.CASES if x.Tk > 64], ids=str)
+def test_recurrent_decoder_whose_steps_are_in_parts(case, host, library):
+    library.set_most_together(1)
+    test_memory.judge(case, host)
+    library.set_most_together(8)
 
 
 @pytest.mark.parametrize("score", ["dot", "tanh"])

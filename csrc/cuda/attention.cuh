@@ -577,7 +577,7 @@ template <class Launch>
 void launch_forward(const Forward& a, const Launch& launch, const View& added = {}) {
   by_dtype(a.dtype, [&](auto zero) {
     using T = decltype(zero);
-    if (a.Tq == 1) return launch_step<T>(a, launch, added);
+    if (is_step(a) || added.data) return launch_step<T>(a, launch, added);
     const Factored of = factored<T>(a, launch);
     const auto with = [&](auto columns) {
       constexpr int N = decltype(columns)::value;
@@ -586,7 +586,7 @@ void launch_forward(const Forward& a, const Launch& launch, const View& added = 
       const int64_t slices = max(tiles(a.Dv, N * kThreads), int64_t{1});  // also if Dv = 0
       const int64_t blocks = a.B * a.H * tiles(a.Tq, kQueries);
       KeyParts parts = {{}, key_parts(a, blocks * slices, launch, kernel)};
-      if (parts.count > 1) parts.of = room_for_parts<typename Accumulate<T>::type>(a, parts.count, launch);
+      if (parts.count > 1) parts.of = room_for_parts<T, SoftmaxPart>(a, parts.count, a.Dv, launch);
       launch(kernel, blocks * parts.count, slices, a, of, parts);
       if (parts.count > 1) launch_combine<T>(a, launch, View{}, parts.of, parts.count);
     };

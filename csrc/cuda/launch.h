@@ -10,6 +10,7 @@
 #include <string>
 
 #include "../launch.h"
+#include "tile.cuh"
 
 namespace attnfast {
 namespace {
@@ -33,7 +34,7 @@ class Launch {
   template <class... Args>
   void start(void (*kernel)(Args...), int64_t x, int64_t y, int64_t cluster, const Args&... args) const {
     if (x == 0 || y == 0) return;
-    if (x > std::numeric_limits<int32_t>::max() || y > 65535)
+    if (x > std::numeric_limits<int32_t>::max() || y > kMostOnY)
       throw std::runtime_error("more blocks than a grid holds");
     cudaLaunchAttribute dimension{};
     dimension.id = cudaLaunchAttributeClusterDimension;

@@ -13,16 +13,6 @@ namespace {
 
 constexpr int kMostSplit = kLoadsInFlight;  // blocks of a group, at most
 
-// The gradient of a query needs the mean of x_j = grad_context . v_j + grad_weights_j, weighted by P_j,
-// over the keys of all blocks of a sequence. A part has sums from which the mean is subtracted
-// afterwards: with the mean m of the part's own keys,
-//   grad_query = scale w sum_parts (centred + (m - mean) slopes),
-//   centred = sum_j P_j (x_j - m) s_j,  slopes = sum_j P_j s_j,
-// where s_j is f'(q + k_j) of the score's activation f, or k_j for a dot score, whose factor w is 1.
-struct QueryPart {
-  float product, mean;  // sum_j P_j x_j, and m
-};
-
 struct PersistentBackward : PersistentLayer {
   Backward attends;  // its rows are the steps
   View grad_query;   // a row of state_products, or grad_state, the same at every step
@@ -161,7 +151,7 @@ __device__ inline void multiply_fed(const PersistentBackward& a, const BlockBuff
       });
 }
 
-// The sums of a column: see QueryPart.
+// The sums of a part's column: see QueryPart.
 struct QuerySums {
   float centred, slopes;
 };
@@ -178,13 +168,7 @@ __device__ QuerySums sum_keys(const BlockBuffers& buffers, const Rows<float>& ke
       k[i] = j + i < key.count ? key.data[(j + i) * key.stride + c] : 0;
 #pragma unroll
     for (int i = 0; i < kLoadsInFlight; ++i) {
-      float s = k[i];
-      if constexpr (S == Score::tanh) {
-        const float t = tanh(q + k[i]);
-        s = 1 - t * t;
-      } else if constexpr (S != Score::dot) {
-        s = times_slope<S, float>(1.f, activation<S, float>(q + k[i]));
-      }
+      const float s = feature_slope<S>(q, k[i]);
       const bool sees = buffers.shares()[j + i] != 0;  // a hidden key may be NaN
       centred += sees ? buffers.terms()[j + i] * s : 0;
       slopes += sees ? buffers.shares()[j + i] * s : 0;
@@ -213,7 +197,7 @@ __device__ inline void attend_backward(const PersistentBackward& a, const BlockB
                              [&](int j, float x) { buffers.scores()[j] = more ? x + more[j] : x; });
   __syncthreads();
   float mass = 0;
-  QueryPart own = {};
+  QueryPart<float> own = {};
   for (int j = lane; j < keys; j += 32)
     if (const float p = buffers.shares()[j]; p != 0) mass += p, own.product += p * buffers.scores()[j];
   mass = of_warp<Add>(mass);
@@ -251,11 +235,11 @@ __device__ inline void attend_backward(const PersistentBackward& a, const BlockB
       out[c] = sum.centred, out[width + c] = sum.slopes;
     }
     const auto end = [&](int i) {
-      return reinterpret_cast<QueryPart*>(at<float>(a.parts, tile, i) + 2 * width);
+      return reinterpret_cast<QueryPart<float>*>(at<float>(a.parts, tile, i) + 2 * width);
     };
     if (threadIdx.x == 0) *end(part) = own;
     wait_for_all(a.arrivals + kArrival * (1 + b), parts * (a.T - t));
-    const QueryPart of_lane = lane < parts ? *end(lane) : QueryPart{};
+    const QueryPart<float> of_lane = lane < parts ? *end(lane) : QueryPart<float>{};
     mean = of_warp<Add>(of_lane.product);
     const int columns = share_of_block(width, parts), last = min((part + 1) * columns, width);
     for (int c = part * columns + threadIdx.x; c < last; c += kLoopThreads) {

@@ -213,7 +213,7 @@ class BackwardLoop {
     call.target_lengths = a.target_lengths;
     const int64_t outputs = std::max(of.copies * H, a.F);
     call.partial = loop.launch.template scratch<float>(kMostSplit * outputs * a.B);
-    const int64_t part = 2 * a.A + int64_t{sizeof(QueryPart) / sizeof(float)};
+    const int64_t part = 2 * a.A + int64_t{sizeof(QueryPart<float>) / sizeof(float)};
     return launch_at_once(loop, call, persistent_backward, part, [&](int) {
       return std::max(call.units() * call.copies, call.fed_outputs()) <= kLoopWarps * kTileOutputs;
     });

@@ -1,5 +1,6 @@
 // Attention of one query per sequence, as in a decoder's step. Latency dominates, so its keys are
-// split over blocks. If these are a cluster (sm_90 and later, up to 512 keys), one launch is enough.
+// split over blocks. If these are a cluster (sm_90 and later, up to 512 keys), one launch is enough;
+// else the blocks store parts, which a second launch joins.
 #pragma once
 #include "cluster.cuh"
 #include "score.cuh"
@@ -50,6 +51,18 @@ __device__ C feature_score(C q, C k, C w) {
   else if constexpr (S == Score::tanh) return w * tanh(q + k);
   else return w * activation<S, C>(q + k);
 }
+// Return its derivative with respect to q, without the factor w.
+template <Score S, class C>
+__device__ C feature_slope(C q, C k) {
+  if constexpr (S == Score::dot) {
+    return k;
+  } else if constexpr (S == Score::tanh) {
+    const C t = tanh(q + k);
+    return 1 - t * t;
+  } else {
+    return times_slope<S, C>(C(1), activation<S, C>(q + k));
+  }
+}
 
 // Compute the scores of a query row and the block's keys; each calls finish(key, score) once.
 template <Score S, class C, class T, class Finish>
@@ -90,16 +103,17 @@ __device__ void score_keys(const T* q, const T* w, const Rows<T>& keys, int64_t 
   }
 }
 
-// Call put(c, sum) for the columns c < width, with the sum of term(share_j, x_jc, own_c) over the
-// rows x_j; own may be null. A thread loads kColumns columns of N rows together. Terms whose share
-// is 0 are skipped, because a hidden x_j may be NaN. Shares up to a multiple of N are 0.
-template <int N, class C, class T, class Term, class Put>
+// Call put(c, sum) for the columns c < width, with the sum of share_j term(x_jc, own_c) over the rows
+// x_j; own may be null. A thread loads kColumns columns of N rows together. Terms whose share is 0
+// are skipped, because a hidden x_j may be NaN. Shares up to a multiple of N are 0. With `sums` sums
+// of the same terms, `sum` points to them, and the shares in the next one follow after kStepKeys.
+template <int N, int sums = 1, class C, class T, class Term, class Put>
 __device__ void weighted_sums(const C* share, const Rows<T>& x, int width, const T* own, const Term& term,
                               const Put& put) {
   constexpr int columns = kColumns<C>;
   for (int first = threadIdx.x; first < width; first += kThreads * columns) {
     const auto exists = [&](int n) { return first + kThreads * n < width; };
-    C sum[columns] = {}, of_own[columns] = {};
+    C sum[columns][sums] = {}, of_own[columns] = {};
     for (int n = 0; own && n < columns; ++n)
       if (exists(n)) of_own[n] = widen(own[first + kThreads * n]);
 #pragma unroll 1
@@ -116,8 +130,11 @@ __device__ void weighted_sums(const C* share, const Rows<T>& x, int width, const
         if (!exists(n)) break;
 #pragma unroll
         for (int i = 0; i < N; ++i) {
-          const C more = term(share[j + i], of_x[n][i], of_own[n]);
-          sum[n] += share[j + i] == 0 ? C(0) : more;
+          const C more = term(of_x[n][i], of_own[n]);
+          for (int m = 0; m < sums; ++m) {
+            const C p = share[m * kStepKeys + j + i];
+            sum[n][m] += p == 0 ? C(0) : p * more;
+          }
         }
       }
     }
@@ -126,10 +143,10 @@ __device__ void weighted_sums(const C* share, const Rows<T>& x, int width, const
       if (exists(n)) put(first + kThreads * n, sum[n]);
   }
 }
-struct Product {
+struct Itself {
   template <class C>
-  __device__ C operator()(C p, C x, C) const {
-    return p * x;
+  __device__ C operator()(C x, C) const {
+    return x;
   }
 };
 
@@ -225,12 +242,12 @@ __global__ void __launch_bounds__(kThreads, 3) step(const Forward a, const View 
   if (parts.data) {
     C* part = at<C>(parts, tile, blockIdx.y);
     if (threadIdx.x == 0) *reinterpret_cast<SoftmaxPart<C>*>(part + a.Dv) = of_block;
-    weighted_sums<kRound>(share, value, a.Dv, none, Product(), [&](int c, C sum) { part[c] = sum; });
+    weighted_sums<kRound>(share, value, a.Dv, none, Itself(), [&](int c, const C* sum) { part[c] = *sum; });
     return;
   }
   const auto sum_values = [&](int64_t first, int count, C* sums) {
     const Rows<T> columns = {value.data + first, value.stride, keys};
-    weighted_sums<kRound>(share, columns, count, none, Product(), [&](int c, C sum) { sums[c] = sum; });
+    weighted_sums<kRound>(share, columns, count, none, Itself(), [&](int c, const C* sum) { sums[c] = *sum; });
   };
   const auto weigh = [&, own = own](C(&factor)[kMostBlocks]) {
     const SoftmaxPart<C> all = join(end, factor);
@@ -281,9 +298,9 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 4 : 6)
   C* const out = joined.data ? at<C>(joined, tile, tile.row * gridDim.y + blockIdx.y) : nullptr;
   const Rows<C> rows = {columns, parts.row, mine};
   const C* const none = nullptr;
-  weighted_sums<kFewRows>(share, rows, a.Dv, none, Product(), [&](int c, C sum) {
-    if (out) out[c] = sum;
-    else put_context<T>(a, added, tile, c, sum * all.share());
+  weighted_sums<kFewRows>(share, rows, a.Dv, none, Itself(), [&](int c, const C* sum) {
+    if (out) out[c] = *sum;
+    else put_context<T>(a, added, tile, c, *sum * all.share());
   });
   if (a.statistics.data && threadIdx.x == 0)
     all.row = described<C>(mine, [&](int64_t i) { return *part(i); });
@@ -298,13 +315,32 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 4 : 6)
 
 // ---- backward -----------------------------------------------------------------------------------
 
-// Compute the gradients of scores and query, all that a step over a prepared memory needs; see
-// grad_score and grad_rows for the formulas. It is one kernel, because launches dominate the cost
-// of a step.
-template <class T, Score S>
-__global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : 3) step_backward(const Backward a) {
+// A row's weights P_j and their gradients x_j = grad_context . v_j + grad_weights_j give
+//   grad_score_j = P_j (x_j - sum_j P_j x_j + grad_log_sum_exp),
+//   grad_query = scale w sum_j grad_score_j s_j,
+// where s_j is feature_slope. A part of the keys has sums from which the mean of all is subtracted
+// afterwards: with the mean m of its own,
+//   grad_query = scale w sum_parts (centred + (m - mean) slopes),
+//   centred = sum_j P_j (x_j - m + grad_log_sum_exp) s_j,  slopes = sum_j P_j s_j.
+template <class C>
+struct QueryPart {
+  C product, mean;  // sum_j P_j x_j, and m
+};
+
+// Return the gradient of a score; exactly 0 for a single key.
+template <class C>
+__device__ C score_gradient(C p, C x, C mean, C extra) {
+  return p == 0 ? C(0) : p * (x - mean + extra);
+}
+
+// Compute the gradients of scores and query, all that a step over a prepared memory needs. The blocks
+// of a row are a cluster or a single block, or, `in_parts`, store centred, slopes and QueryPart for
+// combine_backward, and x as the scores' gradients.
+template <class T, Score S, bool in_parts>
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : 3)
+    step_backward(const Backward a, const View parts) {
   using C = typename Accumulate<T>::type;
-  __shared__ C share[kStepKeys];  // x, then grad_score
+  __shared__ C share[1 + in_parts][kStepKeys];  // x, then the sums' shares
   __shared__ C product;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const Tile tile = locate(a, 1, 1);
@@ -313,48 +349,55 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : 3) step_backwar
   const Rows<T> value = {at<T>(a.value, tile, from), a.value.row, keys};
   score_keys<Score::dot, C>(
       at<T>(a.grad_context, tile, 0), static_cast<const T*>(nullptr), value, a.Dv, [&](int j, C x) {
-        share[j] = a.grad_weights.data ? x + at<C>(a.grad_weights, tile, 0)[column + j] : x;
+        share[0][j] = a.grad_weights.data ? x + at<C>(a.grad_weights, tile, 0)[column + j] : x;
       });
   __syncthreads();
   C p[2], x[2], sum = 0;
   for (int half = 0; half < 2; ++half) {
     const int j = lane + 32 * half;
     p[half] = j < keys ? at<C>(a.weights, tile, 0)[column + j] : 0;
-    x[half] = j < keys ? share[j] : 0;
+    x[half] = j < keys ? share[0][j] : 0;
     if (p[half] != 0) sum += p[half] * x[half];
   }
   sum = of_warp<Add>(sum);
-  if (threadIdx.x == 0) product = sum;
-  wait_for_blocks();  // and every warp has read x
   C mean = 0;
+  if constexpr (in_parts) {
+    const C mass = of_warp<Add>(p[0] + p[1]);
+    mean = mass == 0 ? C(0) : sum / mass;
+    __syncthreads();  // every warp has read x
+  } else {
+    if (threadIdx.x == 0) product = sum;
+    wait_for_blocks();  // and every warp has read x
 #pragma unroll
-  for (unsigned block = 0; block < kMostBlocks; ++block)
-    if (block < gridDim.y) mean += *of_another(&product, block);
+    for (unsigned block = 0; block < kMostBlocks; ++block)
+      if (block < gridDim.y) mean += *of_another(&product, block);
+  }
   const C extra = a.grad_log_sum_exp.data ? *at<C>(a.grad_log_sum_exp, tile, 0) : 0;
   C* grad_score = at<C>(a.grad_score, tile, 0);
   if (const int j = lane + 32 * warp; warp < 2) {
-    const C weight = warp ? p[1] : p[0];
-    share[j] = weight == 0 ? 0 : weight * ((warp ? x[1] : x[0]) - mean + extra);
-    if (j < keys) grad_score[column + j] = share[j];
+    const C weight = warp ? p[1] : p[0], of_weight = warp ? x[1] : x[0];
+    share[0][j] = score_gradient(weight, of_weight, mean, extra);
+    if constexpr (in_parts) share[1][j] = weight;
+    if (j < keys) grad_score[column + j] = in_parts ? of_weight : share[0][j];
   }
   for (int64_t c = threadIdx.x + blockIdx.y * kThreads; c < a.W; c += kThreads * gridDim.y)
     if (c + own.origin < own.from || c + own.origin >= own.to) grad_score[c] = 0;
   __syncthreads();
 
   const T *q = at<T>(a.query, tile, 0), *w = S == Score::dot ? nullptr : at<T>(a.score_vector, tile, 0);
-  const auto term = [](C g, C k, C q) {
-    if constexpr (S == Score::dot) {
-      return g * k;
-    } else if constexpr (S == Score::tanh) {
-      const C t = tanh(q + k);
-      return g * (1 - t * t);
-    } else {
-      return times_slope<S, C>(g, activation<S, C>(q + k));
-    }
-  };
-  const auto sum_keys = [&, from = from, keys = keys](int64_t first, int count, C* sums) {
-    const Rows<T> key = {at<T>(a.key, tile, from) + first, a.key.row, keys};
-    weighted_sums<kFewRows>(share, key, count, q + first, term, [&](int c, C sum) { sums[c] = sum; });
+  const Rows<T> key = {at<T>(a.key, tile, from), a.key.row, keys};
+  const auto slope = [](C k, C q) { return feature_slope<S>(q, k); };
+  if constexpr (in_parts) {
+    C* part = at<C>(parts, tile, blockIdx.y);
+    if (threadIdx.x == 0) *reinterpret_cast<QueryPart<C>*>(part + 2 * a.A) = {sum, mean};
+    weighted_sums<kFewRows, 2>(share[0], key, a.A, q, slope, [&](int c, const C* sums) {
+      part[c] = sums[0], part[a.A + c] = sums[1];
+    });
+    return;
+  }
+  const auto sum_keys = [&](int64_t first, int count, C* sums) {
+    weighted_sums<kFewRows>(share[0], Rows<T>{key.data + first, key.stride, key.count}, count, q + first,
+                            slope, [&](int c, const C* sum) { sums[c] = *sum; });
   };
   add_up_blocks<C>(a.A, sum_keys, Unweighted(), [&](int64_t c, C total) {
     if (S != Score::dot) total *= widen(w[c]);
@@ -362,7 +405,64 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : 3) step_backwar
   });
 }
 
+// Join the `count` parts of each row. A row has a block for each slice of 32 features, whose warps
+// divide the parts; the blocks also divide the gradients of the scores.
+template <class T>
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 4 : 6)
+    combine_backward(const Backward a, const View parts, int count, int slices) {
+  using C = typename Accumulate<T>::type;
+  __shared__ C sums[kWarps][32];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, slice = blockIdx.x % slices;
+  const int64_t c = slice * 32 + lane;
+  const Tile tile = locate(a, 1, 1, blockIdx.x / slices);
+  const C* const columns = at<C>(parts, tile, 0);
+  const auto part = [&](int i) {
+    return reinterpret_cast<const QueryPart<C>*>(columns + i * parts.row + 2 * a.A);
+  };
+  C product = 0;
+#pragma unroll 4
+  for (int i = threadIdx.x; i < count; i += kThreads) product += part(i)->product;
+  int turn = 0;
+  const C mean = of_blocks<Add>(product, turn);
+  C sum = 0;
+#pragma unroll 1
+  for (int first = warp; first < count && c < a.A; first += kWarps * kAtOnce) {
+    C centred[kAtOnce], slopes[kAtOnce], its_mean[kAtOnce];
+#pragma unroll
+    for (int x = 0; x < kAtOnce; ++x) {
+      const int i = min(first + kWarps * x, count - 1);
+      centred[x] = columns[i * parts.row + c];
+      slopes[x] = columns[i * parts.row + a.A + c];
+      its_mean[x] = part(i)->mean;
+    }
+#pragma unroll
+    for (int x = 0; x < kAtOnce; ++x)
+      if (first + kWarps * x < count) sum += centred[x] + (its_mean[x] - mean) * slopes[x];
+  }
+  sums[warp][lane] = sum;
+  __syncthreads();
+  if (warp == 0 && c < a.A) {
+    C total = C(a.scale);
+    if (a.score != Score::dot) total *= widen(at<T>(a.score_vector, tile, 0)[c]);
+    narrow(total * (sums[0][lane] + sums[1][lane] + sums[2][lane] + sums[3][lane]),
+           at<T>(a.grad_query, tile, 0)[c]);
+  }
+  const Seen own = seen_by(a, tile, 0, keys_seen(a, tile.b));
+  const C extra = a.grad_log_sum_exp.data ? *at<C>(a.grad_log_sum_exp, tile, 0) : 0;
+  const C* const weights = at<C>(a.weights, tile, 0);
+  C* const grad_score = at<C>(a.grad_score, tile, 0);
+#pragma unroll 4
+  for (int64_t j = own.from - own.origin + slice * kThreads + threadIdx.x; j < own.to - own.origin;
+       j += slices * kThreads)
+    grad_score[j] = score_gradient(weights[j], grad_score[j], mean, extra);
+}
+
 // ---- launches -----------------------------------------------------------------------------------
+
+// Return true if the kernels of a step run the call: if a grid has enough blocks for all keys.
+inline bool is_step(const Problem& a) {
+  return a.Tq == 1 && tiles(min(a.W, a.Tk), kStepKeys) <= kMostOnY;
+}
 
 // Return the number of blocks that divide a row's keys: enough for kStepKeys keys each, and more up
 // to the largest cluster while the blocks of all rows run at once, because a block's time is
@@ -375,10 +475,11 @@ int64_t step_blocks(const Problem& a, const Launch& launch, Kernel kernel) {
   return tiles(keys, min(rounds * kRound, int64_t{kStepKeys}));
 }
 
-// Allocate the parts of every row, each with the context's columns and a SoftmaxPart.
-template <class C, class Launch>
-View room_for_parts(const Problem& a, int64_t count, const Launch& launch) {
-  const int64_t row = a.Dv + int64_t{sizeof(SoftmaxPart<C>) / sizeof(C)};
+// Allocate `count` parts of every row, each with some columns and an End.
+template <class T, template <class> class End, class Launch>
+View room_for_parts(const Problem& a, int64_t count, int64_t columns, const Launch& launch) {
+  using C = typename Accumulate<T>::type;
+  const int64_t row = columns + int64_t{sizeof(End<C>) / sizeof(C)};
   const int64_t head = a.Tq * count * row, batch = a.H * head;
   return {launch.template scratch<C>(a.B * batch), batch, head, row, 1};
 }
@@ -388,7 +489,7 @@ template <class T, class Launch>
 void launch_combine(const Forward& a, const Launch& launch, const View& added, View parts, int64_t count) {
   while (count > kJoined) {
     const int64_t fewer = tiles(count, kJoined);
-    const View joined = room_for_parts<typename Accumulate<T>::type>(a, fewer, launch);
+    const View joined = room_for_parts<T, SoftmaxPart>(a, fewer, a.Dv, launch);
     launch(combine<T>, a.B * a.H * a.Tq, fewer, a, View{}, parts, count, joined);
     parts = joined;
     count = fewer;
@@ -402,21 +503,31 @@ void launch_step(const Forward& a, const Launch& launch, const View& added) {
   const int64_t blocks = step_blocks(a, launch, kernel);
   if (blocks <= launch.most_together(kernel))
     return launch.together(kernel, a.B * a.H, blocks, a, added, View{});
-  const View parts = room_for_parts<typename Accumulate<T>::type>(a, blocks, launch);
+  const View parts = room_for_parts<T, SoftmaxPart>(a, blocks, a.Dv, launch);
   launch(kernel, a.B * a.H, blocks, a, added, parts);
   launch_combine<T>(a, launch, added, parts, blocks);
 }
 
-// Run the backward of a step if one launch can do it; return true if so.
+// Run the backward of a step if only the gradients of scores and query are needed; return true if so.
 template <class T, class Launch>
 bool launch_step_backward(const Backward& a, const Launch& launch) {
-  const auto kernel =
-      by_score(a.score, [](auto known) { return step_backward<T, decltype(known)::score>; });
   const bool others = a.grad_key.data || a.grad_value.data || a.grad_score_vector.data;
-  if (a.Tq != 1 || a.grad_score_given || !a.grad_query.data || others) return false;
-  const int64_t blocks = step_blocks(a, launch, kernel);
-  if (blocks > launch.most_together(kernel)) return false;
-  launch.together(kernel, a.B * a.H, blocks, a);
+  if (!is_step(a) || a.grad_score_given || !a.grad_query.data || others) return false;
+  const auto kernel = [&](auto parts) {
+    constexpr bool in_parts = decltype(parts)::value;
+    return by_score(a.score,
+                    [](auto known) { return step_backward<T, decltype(known)::score, in_parts>; });
+  };
+  const auto whole = kernel(std::false_type{});
+  const int64_t blocks = step_blocks(a, launch, whole);
+  if (blocks <= launch.most_together(whole)) {
+    launch.together(whole, a.B * a.H, blocks, a, View{});
+    return true;
+  }
+  const View parts = room_for_parts<T, QueryPart>(a, blocks, 2 * a.A, launch);
+  launch(kernel(std::true_type{}), a.B * a.H, blocks, a, parts);
+  const int slices = max(tiles(a.A, 32), int64_t{1});
+  launch(combine_backward<T>, a.B * a.H * slices, 1, a, parts, int(blocks), slices);
   return true;
 }
 

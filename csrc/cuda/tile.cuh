@@ -21,6 +21,7 @@ namespace {
 constexpr int kWarps = 4, kThreads = 32 * kWarps;
 constexpr unsigned kAll = 0xffffffff;  // lanes
 constexpr int kMostBlocks = 8;         // of a cluster
+constexpr int kMostOnY = 65535;        // blocks of a grid
 // Bound of each |q| and |k| whose e^{2x} are multiplied; of weights, too, because they magnify the 3
 // ulp that the factored path loses.
 constexpr float kFactoredEachLimit = kFactoredSumLimit / 2;
