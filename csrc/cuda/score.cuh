@@ -102,71 +102,75 @@ __device__ inline void divide_by_second(float (&w)[4], float& total) {
   for (int step = 1; step < 4; step *= 2) total += __shfl_xor_sync(kAll, total, step);
 }
 
-// Factor the rows of queries, or of keys, that a block takes.
-template <class T, bool keys>
-__device__ void factor_rows(const Problem& a, const Factored& out, int block) {
-  const View &from = keys ? a.key : a.query, &to = keys ? out.key : out.query;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const Tile tile = locate(a, keys ? a.Tk : a.Tq, kQueries, block);
-  const int64_t width = out.key.row;
-  const Rows<T> rows = {at<T>(from, tile, tile.row), from.row,
-                        up_to(kQueries, (keys ? keys_seen(a, tile.b) : a.Tq) - tile.row)};
-  if (rows.count <= 0) return;
-  const bool fours = aligned(rows);
-  float most[kRows] = {};
-  for (int64_t first = 0; first < width; first += 128) {
-    const int64_t c = first + 4 * lane;
-    float w[4], total, x[kRows][4];
-    if (!keys) load(at<T>(a.score_vector, tile, 0) + c, false, a.A - c, w);
-    const auto load_rows = [&](auto whole) {  // past the last row, load the last one again
+constexpr int kQuads = 4;  // of a row, loaded together by a lane: 512 features by its warp
+
+// Load quads of a row from feature c on, 128 features apart; zeros past its `width` features.
+template <class T>
+__device__ void load_quads(const T* row, bool fours, int64_t c, int64_t width, float (&x)[kQuads][4]) {
+  if (fours) {  // no load waits for a branch
 #pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        const int row = min(warp * kRows + r, rows.count - 1);
-        load(rows.data + row * rows.stride + c, whole.value, whole.value ? 4 : a.A - c, x[r]);
-      }
-    };
-    if (fours && c + 4 <= a.A) load_rows(std::true_type{});
-    else load_rows(std::false_type{});
-    if (!keys) divide_by_second(w, total);
-    if (c >= width) break;
-    if (!keys && tile.b == 0 && tile.part == 0 && warp == 0) {
-      float* weights = at<float>(out.score_vector, tile, 0);
-      float* const near = weights + a.H * out.score_vector.head;
-      for (int i = 0; i < 4; ++i) {
-        weights[c + i] = w[i];
-        near[c + i] = c + i < a.A ? widen(at<T>(a.score_vector, tile, 0)[c + i]) : 0;
-      }
-      if (lane % 4 == 0) weights[width + c / kFeatures] = total, near[width + c / kFeatures] = 0;
-    }
+    for (int u = 0; u < kQuads; ++u) load(row + min(c + 128 * u, width - 4), true, 4, x[u]);
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      const int row = warp * kRows + r;
-      if (row >= rows.count) break;
-      Quad<float> e, near;
-      for (int i = 0; i < 4; ++i) {
-        near.x[i] = x[r][i];
-        most[r] = fmax(most[r], fabs(x[r][i]));  // ignores NaN
-        const float finite = fabs(x[r][i]) <= kFactoredEachLimit ? x[r][i] : NAN;
-        e.x[i] = expf(2 * finite);  // a NaN is not skipped: a branch would cost more
-        if (!keys && i % 2) e.x[i] *= w[i];
-      }
-      // an index of Quads, because the compiler splits a store whose alignment it cannot derive
-      auto* const place = reinterpret_cast<Quad<float>*>(at<float>(to, tile, tile.row + row)) + c / 4;
-      *place = e;
-      if (most[r] <= kSmallTanhLimit) place[a.B * to.batch / 4] = near;
-    }
-  }
+    for (int u = 0; u < kQuads; ++u)
+      for (float& v : x[u]) v = c + 128 * u < width ? v : 0;
+  } else {
 #pragma unroll
-  for (int r = 0; r < kRows; ++r) {
-    const float range = of_warp<Max>(most[r]);
-    const int row = warp * kRows + r;
-    if (lane == 0 && row < rows.count) *range_of(a, to, tile, keys ? a.Tk : a.Tq, tile.row + row) = range;
+    for (int u = 0; u < kQuads; ++u) load(row + c + 128 * u, false, width - c - 128 * u, x[u]);
   }
 }
 
+// Factor the rows of queries, or of keys, that a block takes, each warp one.
+template <class T, bool keys>
+__device__ void factor_rows(const Problem& a, const Factored& out, int block) {
+  const View &from = keys ? a.key : a.query, &to = keys ? out.key : out.query;
+  const int lane = threadIdx.x % 32;
+  Tile tile = locate(a, keys ? a.Tk : a.Tq, kWarps, block);
+  tile.row += threadIdx.x / 32;
+  if (tile.row >= (keys ? keys_seen(a, tile.b) : a.Tq)) return;
+  const int64_t width = out.key.row;
+  const T* const row = at<T>(from, tile, tile.row);
+  const T* const score_vector = keys ? nullptr : at<T>(a.score_vector, tile, 0);
+  const auto fours = [&](const T* x) { return a.A % 4 == 0 && aligned(Rows<T>{x, 0, 1}); };
+  // an index of Quads, because the compiler splits a store whose alignment it cannot derive
+  auto* const place = reinterpret_cast<Quad<float>*>(at<float>(to, tile, tile.row));
+  float most = 0;
+#pragma unroll 1
+  for (int64_t first = 4 * lane; first < width + 4 * lane; first += 128 * kQuads) {
+    float x[kQuads][4], w[kQuads][4];
+    load_quads(row, fours(row), first, a.A, x);
+    if (!keys) load_quads(score_vector, fours(score_vector), first, a.A, w);
+#pragma unroll
+    for (int u = 0; u < kQuads; ++u) {
+      const int64_t c = first + 128 * u;
+      float total;
+      Quad<float> e, near;
+      for (int i = 0; i < 4; ++i) near.x[i] = keys ? 0 : w[u][i];
+      if (!keys) divide_by_second(w[u], total);
+      if (c >= width) continue;
+      if (!keys && tile.b == 0 && tile.row == 0) {
+        float* const weights = at<float>(out.score_vector, tile, 0);
+        float* const of_near = weights + a.H * out.score_vector.head;
+        for (int i = 0; i < 4; ++i) weights[c + i] = w[u][i], of_near[c + i] = near.x[i];
+        if (lane % 4 == 0) weights[width + c / kFeatures] = total, of_near[width + c / kFeatures] = 0;
+      }
+      for (int i = 0; i < 4; ++i) {
+        near.x[i] = x[u][i];
+        most = fmax(most, fabs(x[u][i]));  // ignores NaN
+        const float finite = fabs(x[u][i]) <= kFactoredEachLimit ? x[u][i] : NAN;
+        e.x[i] = expf(2 * finite);  // a NaN is not skipped: a branch would cost more
+        if (!keys && i % 2) e.x[i] *= w[u][i];
+      }
+      place[c / 4] = e;
+      if (most <= kSmallTanhLimit) place[a.B * to.batch / 4 + c / 4] = near;
+    }
+  }
+  most = of_warp<Max>(most);
+  if (lane == 0) *range_of(a, to, tile, keys ? a.Tk : a.Tq, tile.row) = most;
+}
+
 template <class T>
-__global__ void __launch_bounds__(kThreads) factor(const Problem a, const Factored out) {
-  const int blocks = a.B * a.H * ((a.Tq + kQueries - 1) / kQueries);
+__global__ void __launch_bounds__(kThreads, 6) factor(const Problem a, const Factored out) {
+  const int blocks = a.B * a.H * ((a.Tq + kWarps - 1) / kWarps);
   if (int(blockIdx.x) < blocks) factor_rows<T, false>(a, out, blockIdx.x);
   else factor_rows<T, true>(a, out, blockIdx.x - blocks);
 }
@@ -183,7 +187,7 @@ Factored factored(const Problem& a, const Launch& launch) {
     };
     const int64_t weights = width + width / kFeatures;
     out = {rows(a.Tq), rows(a.Tk), {launch.template scratch<float>(2 * a.H * weights), 0, weights}};
-    launch(factor<T>, a.B * a.H * (tiles(a.Tq, kQueries) + tiles(a.Tk, kQueries)), 1, a, out);
+    launch(factor<T>, a.B * a.H * (tiles(a.Tq, kWarps) + tiles(a.Tk, kWarps)), 1, a, out);
   }
   return out;
 }
