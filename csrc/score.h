@@ -59,7 +59,8 @@ ATTNFAST_DEVICE inline V activation(V z) {
     return f;
   }
 #endif
-  else return z < V{} ? V{} : z;
+  else
+    return z < V{} ? V{} : z;
 }
 
 // Return g f'(z), given g and f(z).

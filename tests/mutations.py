@@ -2277,34 +2277,62 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
     },
     ("csrc/cuda/attention.cuh", CUDA.format("parts")): {
         "put_part": [("if (a.statistics.data) end->row = softmax.described[r];", "")],
+        "join_blocks": [
+            ("of(block)->mass[r] * exp(of(block)->highest[r] - shift)", "of(block)->mass[r]"),
+            ("exp(softmax.highest[r] - shift) * share_of(highest, total)",
+             "share_of(highest, total)"),
+            ("of(block)->described[r]};", "softmax.described[r]};"),
+            ("warp + kWarps * blockIdx.y; r < rows;", "warp; r < rows;"),
+            ("tile.row + first + r)[c]", "tile.row + r)[c]"),
+        ],
     },
     ("csrc/cuda/step.cuh", "tests/test_cuda_build.py -k 'sanitizers and address'"): {
         "keys_of_part": [
             ("return {from, min(from + share, end)};", "return {from, from + share};"),
         ],
     },
-    ("csrc/cuda/step.cuh", CUDA.format("owes")): {
-        "weighted_sums": [("sum[n][m] += p == 0 ? C(0) : p * more;", "sum[n][m] += p * more;")],
+    ("csrc/cuda/score.cuh", CUDA.format("test_table or near_zero")): {
+        "score_tile": [
+            ("wait_for_copies<1>();", "wait_for_copies<2>();"),
+            ("else score_features<S, false>(rows, weights, part);\n      __syncwarp();",
+             "else score_features<S, false>(rows, weights, part);"),
+            ("copy(first + stride, turn ^= 1);", "copy(first + stride, turn);"),
+            ("if (lane <= kFeatures)", "if (lane < kFeatures)"),
+        ],
+        "factor_rows": [
+            ("most = of_warp<Max>(most);", ""),
+            ("if (most <= kSmallTanhLimit)", "if (false)"),
+            ("near.x[i] = keys ? 0 : w[u][i];", "near.x[i] = 0;"),
+            ("if (lane % 4 == 0) weights", "if (lane == 0) weights"),
+        ],
+        "load_quads": [
+            ("v = c + 128 * u < width ? v : 0;", "v = v;"),
+            ("min(c + 128 * u, width - 4)", "min(c, width - 4)"),
+            ("load(row + c + 128 * u, false, width - c - 128 * u, x[u])",
+             "load(row + c + 128 * u, false, width - c, x[u])"),
+        ],
     },
-    ("csrc/cuda/step.cuh", CUDA.format("parts or step")): {
+    ("csrc/cuda/step.cuh", CUDA.format("owes or keys_blocks_divide")): {
+        "weighted_sums": [("sum[n][m] += p == 0 ? C(0) : p * more;", "sum[n][m] += p * more;")],
+        "score_gradient": [("p == 0 ? C(0) : p * (x - mean + extra)", "p * (x - mean + extra)")],
+    },
+    ("csrc/cuda/step.cuh", CUDA.format("parts or step or frozen or keys_blocks_divide")): {
         "__launch_bounds__": [
             ("if (mass[x] == 0) top[x] = -INFINITY;", ""),
             ("for (C& x : factor) x *= all.share();", ""),
             ("all.mass += mass[x] * faded;", "all.mass += mass[x];"),
             ("at<C>(parts, tile, tile.row * count + first)", "at<C>(parts, tile, first)"),
             ("mean = mass == 0 ? C(0) : sum / mass;", "mean = sum / mass;"),
-            ("if constexpr (in_parts) share[1][j] = weight;", "if constexpr (in_parts) share[1][j] = 0;"),
+            ("share[1][j] = weight;", "share[1][j] = 0;"),
             ("in_parts ? of_weight : share[0][j];", "share[0][j];"),
-            ("i < count; i += kThreads) product", "i < count && i < kThreads; i += kThreads) product"),
+            ("i < count; i += kThreads) product +=", "i < 64; i += kThreads) product +="),
             ("if (first + kWarps * x < count) sum +=", "sum +="),
             ("first += kWarps * kAtOnce) {\n    C centred", "first += count) {\n    C centred"),
             ("(its_mean[x] - mean) * slopes[x];", "(its_mean[x] - mean);"),
             ("sums[2][lane] + sums[3][lane])", "sums[2][lane])"),
-            ("own.from - own.origin + slice * kThreads", "slice * kThreads"),
             ("score_gradient(weights[j], grad_score[j], mean, extra)",
              "score_gradient(weights[j], grad_score[j], mean, C(0))"),
         ],
-        "score_gradient": [("p == 0 ? C(0) : p * (x - mean + extra)", "p * (x - mean + extra)")],
         "step_blocks": [("min(rounds * kRound, int64_t{kStepKeys})", "rounds * kRound")],
         "launch_combine": [("while (count > kJoined) {", "while (false) {")],
     },

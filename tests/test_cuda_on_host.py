@@ -91,10 +91,14 @@ def tiles(case: Case) -> float:
 
 
 SMALL = [case for case in cases() if tiles(case) < 45 and case.elements < 1e6]
-WIDE = Case("tanh", 1, 18, 66, 70, 530, terms=("mask",), layout="sliced")
+#: With several slices of a context, or chunks of features for each warp.
+WIDE = [
+    Case("tanh", 1, 18, 66, 70, 530, terms=("mask",), layout="sliced"),
+    Case("tanh", 1, 18, 40, 330, 8),
+]
 
 
-@pytest.mark.parametrize("case", [*SMALL, WIDE], ids=test_attention.name)
+@pytest.mark.parametrize("case", [*SMALL, *WIDE], ids=test_attention.name)
 def test_table(case, host):
     test_attention.judge(case, host)
 
@@ -165,12 +169,16 @@ def places(request, library):
 CUT = [case for case in SMALL if case.Tq > 1 and case.Tk > 32]
 
 
-@pytest.mark.parametrize("case", [*CUT[::6], WIDE], ids=test_attention.name)
-def test_keys_in_parts(case, host, places, monkeypatch):
+@pytest.mark.parametrize("together", [1, 8])
+@pytest.mark.parametrize("case", [*CUT[::6], *WIDE], ids=test_attention.name)
+def test_keys_in_parts(case, together, host, places, library, monkeypatch):
+    """Which the blocks of a cluster join, or a launch of its own."""
+    library.set_most_together(together)
     test_attention.judge(case, host)
     if case in test_statistics.TABLE:
         monkeypatch.setattr(test_statistics, "runnable", lambda *_: True)
         test_statistics.judge(case, host)
+    library.set_most_together(8)
 
 
 @pytest.mark.parametrize("case", [Case("dot", 1, 1, 4300, 3, 2), Case("tanh", 1, 2, 2300, 3, 2)])
@@ -183,11 +191,11 @@ def test_more_parts_than_a_block_joins(case, host, library, monkeypatch):
     library.set_places(8)
 
 
-def test_parts_are_joined_by_a_launch_of_their_own(host, library, places):
+def test_parts_are_joined_by_a_launch_of_their_own(host, library, places, blocks):
     query, key, value = (torch.randn(1, n, 8) for n in (20, 100, 100))
     library.take_launches()
     attnfast.dot_attention(query, key, value, backend=host)
-    assert library.take_launches() == (1 if places == 1 else 2)
+    assert library.take_launches() == (1 if places == 1 or blocks == 8 else 2)
 
 
 #: Products by PyTorch in every layout, where it takes them.
@@ -441,6 +449,12 @@ def test_recurrent_decoder_whose_steps_are_in_parts(case, host, library):
     library.set_most_together(1)
     test_memory.judge(case, host)
     library.set_most_together(8)
+
+
+def test_steps_whose_keys_blocks_divide(host, blocks):
+    test_memory.test_log_sum_exp_of_steps(70, host)
+    for score in ("tanh", "dot"):
+        test_memory.test_what_no_step_may_see_changes_nothing(score, torch.float32)
 
 
 @pytest.mark.parametrize("score", ["dot", "tanh"])

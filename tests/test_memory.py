@@ -445,10 +445,11 @@ def test_compiled_step_on_a_memory_made_outside(parts):
 @pytest.mark.parametrize("score", ["tanh", "dot"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
 def test_what_no_step_may_see_changes_nothing(score, dtype):
-    args = inputs(Case(score, 2, 1, 37, 40, 24, dtype=dtype))
-    lengths = torch.tensor([37, 20])
-    mask = torch.arange(37) % 3 != 1
-    hidden = ~mask | (torch.arange(37) >= lengths[:, None])
+    keys = 100
+    args = inputs(Case(score, 2, 1, keys, 40, 24, dtype=dtype))
+    lengths = torch.tensor([keys, 20])
+    mask = torch.arange(keys) % 3 != 1
+    hidden = ~mask | (torch.arange(keys) >= lengths[:, None])
     found = []
     for filler in (0.0, float("nan")):
         key, value = (
@@ -456,7 +457,7 @@ def test_what_no_step_may_see_changes_nothing(score, dtype):
             for x in ("key", "value")
         )
         leaves = [x for x in (args["query"], key, value, args["score_vector"]) if x is not None]
-        m = prepare(key, value, args["score_vector"], lengths=lengths, mask=mask.expand(2, 1, 37))
+        m = prepare(key, value, args["score_vector"], lengths=lengths, mask=mask.expand(2, 1, keys))
         a, weights = attend(args["query"], m, need_weights=True)
         b = attend(args["query"] * 0.5, m)[0]
         found.append([a, weights, b, *gradients(leaves, a, b, weights)])
@@ -485,11 +486,12 @@ def test_what_a_backend_prepares_is_kept_and_dropped(monkeypatch):
     assert prepare(args["key"], args["value"]).shared_keys.key_exponentials() is None  # dot
 
 
-def test_log_sum_exp_of_steps(backend):
+@pytest.mark.parametrize("keys", [9, 70])
+def test_log_sum_exp_of_steps(keys, backend):
     """A step's is that of the whole, and so are its gradients, which wait for the last step."""
     found = []
     for size in (1, 3):
-        args = inputs(Case("tanh", 2, 3, 9, 8, 5, terms=("lengths",)), DEVICE[backend])
+        args = inputs(Case("tanh", 2, 3, keys, 8, 5, terms=("lengths",)), DEVICE[backend])
         leaves = [args[x] for x in ("query", "key", "score_vector")]
         m = prepare(
             args["key"],

@@ -5,7 +5,8 @@
 // A block takes a tile of query rows and iterates over the keys with a running softmax: scores are
 // stored only if weights are requested. Keys that a row may not see are excluded by selection,
 // never by multiplying by 0, because they may be NaN. If there are too few tiles to fill the GPU, a
-// tile's keys are split into parts of one block each, which step.cuh's combine joins.
+// tile's keys are split into parts of one block each, along grid.y. If these are a cluster, they join
+// their parts, else step.cuh's combine does.
 #pragma once
 #include "score.cuh"
 #include "step.cuh"
@@ -26,9 +27,9 @@ struct Softmax {
 };
 
 // Update the softmax with the scores of the keys from j0 on; the scores are kept if `stored`.
-template <class T, class C>
+template <class T, class Staged, class C>
 __device__ void update_softmax(const Forward& a, const Tile& tile, int64_t j0, int rows, int64_t n,
-                               bool stored, Staged<C>& staged, Softmax<C>& softmax) {
+                               bool stored, Staged& staged, Softmax<C>& softmax) {
   const int lane = threadIdx.x % 32;
 #pragma unroll 1
   for (int r = threadIdx.x / 32; r < kQueries; r += kWarps) {
@@ -87,27 +88,21 @@ __device__ void add_values(const Forward& a, const Tile& tile, int64_t j0, int k
   }
 }
 
-// The buffer for the parts of each row, if there are several; see step.cuh.
-struct KeyParts {
-  View of;
-  int count;
-};
-
 // Store this block's part of the rows of a tile: context, largest score, mass and statistics.
 template <class C, int columns>
 __device__ void put_part(const Forward& a, const Tile& tile, int rows, int column,
                          const Softmax<C>& softmax, const C (&context)[kQueries][columns],
-                         const KeyParts& parts) {
-  const int part = blockIdx.x % parts.count;
+                         const View& parts) {
+  const auto part = [&](int r) { return at<C>(parts, tile, (tile.row + r) * gridDim.y + blockIdx.y); };
 #pragma unroll
   for (int r = 0; r < kQueries; ++r) {
     if (r >= rows) break;
-    C* out = at<C>(parts.of, tile, (tile.row + r) * parts.count + part);
+    C* out = part(r);
     for (int x = 0; x < columns; ++x)
       if (const int c = column + kThreads * x; c < a.Dv) out[c] = context[r][x];
   }
-  if (const int r = threadIdx.x; blockIdx.y == 0 && r < rows) {
-    C* out = at<C>(parts.of, tile, (tile.row + r) * parts.count + part);
+  if (const int r = threadIdx.x; column < kThreads && r < rows) {
+    C* out = part(r);
     auto* const end = reinterpret_cast<SoftmaxPart<C>*>(out + a.Dv);
     end->top = softmax.highest[r];
     end->mass = softmax.mass[r];
@@ -115,24 +110,83 @@ __device__ void put_part(const Forward& a, const Tile& tile, int rows, int colum
   }
 }
 
+constexpr int kExchanged = 8;  // rows whose contexts blocks exchange at a time
+
+// Join the parts of a tile's rows by the blocks of a cluster, and store context, weights and statistics.
+template <class T, class C, int columns>
+__device__ void join_blocks(const Forward& a, const Tile& tile, int rows, int column, int64_t n,
+                            const Softmax<C>& softmax, const C (&context)[kQueries][columns],
+                            C (&exchanged)[kExchanged][kThreads * columns]) {
+  __shared__ C top[kQueries], mass[kQueries], factor[kQueries];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  wait_for_blocks();  // all scores are stored
+  if (const int r = threadIdx.x; r < kQueries) {
+    const auto of = [&](unsigned block) { return of_another(&softmax, block); };
+    C highest = -INFINITY, total = 0;
+    for (unsigned block = 0; block < gridDim.y; ++block) highest = fmax(highest, of(block)->highest[r]);
+    const C shift = highest == -INFINITY ? 0 : highest;
+    for (unsigned block = 0; block < gridDim.y; ++block)
+      total += of(block)->mass[r] * exp(of(block)->highest[r] - shift);
+    top[r] = highest, mass[r] = total;
+    factor[r] = exp(softmax.highest[r] - shift) * share_of(highest, total);
+    if (a.statistics.data && column < kThreads && blockIdx.y == 0 && r < rows) {
+      const auto part = [&](unsigned block) {
+        return SoftmaxPart<C>{of(block)->highest[r], of(block)->mass[r], of(block)->described[r]};
+      };
+      put_statistics(a, tile, tile.row + r, highest, total, described<C>(gridDim.y, part));
+    }
+  }
+  __syncthreads();
+  if (column < kThreads)
+    for (int r = warp + kWarps * blockIdx.y; r < rows; r += kWarps * gridDim.y) {
+      const int64_t i = tile.row + r;
+      finish_row(a, tile, i, seen_by(a, tile, i, n), top[r], mass[r], lane, 32);
+    }
+#pragma unroll
+  for (int first = 0; first < kQueries; first += kExchanged) {
+    if (first >= rows) break;
+    for (int r = 0; r < kExchanged; ++r)
+      for (int x = 0; x < columns; ++x)
+        exchanged[r][threadIdx.x + kThreads * x] = context[first + r][x] * factor[first + r];
+    wait_for_blocks();
+    for (int r = blockIdx.y; r < min(kExchanged, rows - first); r += gridDim.y)
+      for (int x = 0; x < columns; ++x) {
+        const int c = column + kThreads * x;
+        if (c >= a.Dv) break;
+        C total = 0;
+#pragma unroll
+        for (unsigned block = 0; block < kMostBlocks; ++block)
+          if (block < gridDim.y) total += of_another(exchanged[r], block)[threadIdx.x + kThreads * x];
+        narrow(total, at<T>(a.context, tile, tile.row + first + r)[c]);
+      }
+    wait_for_blocks();  // no block goes on, or exits, while others read
+  }
+}
+
+// Without `parts`, the blocks along grid.y are a cluster or a single block.
 template <class T, Score S, int columns>
 __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2
                                             : columns == 1 ? 4
                                                            : 3)
-    forward(const Forward a, const Factored factored, const KeyParts parts) {
+    forward(const Forward a, const Factored factored, const View parts, int slices) {
   using C = typename Accumulate<T>::type;
-  __shared__ Staged<C> staged;
+  __shared__ union {
+    StagedScore<S, C> staged;
+    C exchanged[kExchanged][kThreads * columns];
+  } room;
   __shared__ Softmax<C> softmax;
-  const Tile tile = locate(a, a.Tq, kQueries, blockIdx.x / parts.count);
+  auto& staged = room.staged;
+  const Tile tile = locate(a, a.Tq, kQueries, blockIdx.x / slices);
   const int rows = up_to(kQueries, a.Tq - tile.row);
   const int64_t n = keys_seen(a, tile.b);
-  const bool first = blockIdx.y == 0;
-  const int column = blockIdx.y * kThreads * columns + threadIdx.x;
+  const int slice = blockIdx.x % slices;  // of the context's columns
+  const bool first = slice == 0;
+  const int column = slice * kThreads * columns + threadIdx.x;
   C context[kQueries][columns] = {};
   if (threadIdx.x < kQueries) softmax.highest[threadIdx.x] = -INFINITY, softmax.mass[threadIdx.x] = 0;
 
   const Seen all = seen_by_all(a, tile, rows, n);
-  const auto [from, to] = keys_of_part(all, blockIdx.x % parts.count, parts.count, kKeys);
+  const auto [from, to] = keys_of_part(all, blockIdx.y, gridDim.y, kKeys);
 #pragma unroll 1
   for (int left = to - from; left > 0; left -= kKeys) {
     const int j0 = to - left, keys = min(left, kKeys);
@@ -146,7 +200,8 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2
   }
 
   __syncthreads();  // and other lanes read the scores than wrote them
-  if (parts.count > 1) return put_part(a, tile, rows, column, softmax, context, parts);
+  if (parts.data) return put_part(a, tile, rows, column, softmax, context, parts);
+  if (gridDim.y > 1) return join_blocks<T>(a, tile, rows, column, n, softmax, context, room.exchanged);
   if (first)
     for (int r = threadIdx.x / 32; r < rows; r += kWarps) {
       const int64_t i = tile.row + r;
@@ -248,7 +303,7 @@ template <class T, Score S, bool backward>
 __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : 4)
     products(const std::conditional_t<backward, Backward, Forward> a, const Factored factored) {
   using C = typename Accumulate<T>::type;
-  __shared__ Staged<C> staged;
+  __shared__ StagedScore<S, C> staged;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const Tile tile = locate(a, a.Tq, kQueries);
   const int rows = up_to(kQueries, a.Tq - tile.row);
@@ -583,12 +638,14 @@ void launch_forward(const Forward& a, const Launch& launch, const View& added = 
       constexpr int N = decltype(columns)::value;
       const auto kernel =
           by_score(a.score, [](auto known) { return forward<T, decltype(known)::score, N>; });
-      const int64_t slices = max(tiles(a.Dv, N * kThreads), int64_t{1});  // also if Dv = 0
-      const int64_t blocks = a.B * a.H * tiles(a.Tq, kQueries);
-      KeyParts parts = {{}, key_parts(a, blocks * slices, launch, kernel)};
-      if (parts.count > 1) parts.of = room_for_parts<T, SoftmaxPart>(a, parts.count, a.Dv, launch);
-      launch(kernel, blocks * parts.count, slices, a, of, parts);
-      if (parts.count > 1) launch_combine<T>(a, launch, View{}, parts.of, parts.count);
+      const int slices = max(tiles(a.Dv, N * kThreads), int64_t{1});  // also if Dv = 0
+      const int64_t blocks = a.B * a.H * tiles(a.Tq, kQueries) * slices;
+      const int count = key_parts(a, blocks, launch, kernel);
+      if (count <= launch.most_together(kernel))
+        return launch.together(kernel, blocks, count, a, of, View{}, slices);
+      const View parts = room_for_parts<T, SoftmaxPart>(a, count, a.Dv, launch);
+      launch(kernel, blocks, count, a, of, parts, slices);
+      launch_combine<T>(a, launch, View{}, parts, count);
     };
     if (a.Dv <= kThreads) return with(std::integral_constant<int, 1>{});
     if (a.Dv <= 2 * kThreads) return with(std::integral_constant<int, 2>{});

@@ -357,8 +357,9 @@ __device__ void sum_values(const CoverageForward& a, const Scan<T, CoverageForwa
         share[threadIdx.x] = j + threadIdx.x < s.seen ? weights[j + threadIdx.x] : 0;
       __syncthreads();
       const Rows<T> values = {at<T>(a.value, s.tile, j) + first, a.value.row, up_to(kStepKeys, s.seen - j)};
-      weighted_sums<kFewRows>(share, values, count, static_cast<const T*>(nullptr), Itself(),
-                              [&](int c, const C* sum) { sums[c] = (j == s.from ? C(0) : sums[c]) + *sum; });
+      weighted_sums<kFewRows>(
+          share, values, count, static_cast<const T*>(nullptr), Itself(),
+          [&](int c, const C* sum) { sums[c] = (j == s.from ? C(0) : sums[c]) + *sum; });
     } while ((j += kStepKeys) < s.seen);
   };
   add_up_blocks<C>(a.Dv, of_keys, Unweighted{},

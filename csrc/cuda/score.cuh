@@ -23,12 +23,13 @@ constexpr int kFeatures = 16;             // that a warp stages at a time
 constexpr int kPitch = kFeatures + 4;     // lanes that read 16 bytes of their rows access all banks
 constexpr int kSumPitch = kKeys + 8;      // and lanes that write their sums
 
-// For each warp its features, of the queries and then of the keys; finally its sums.
-template <class C>
+// For each warp its features, of the queries and then of the keys; finally its sums. With two buffers
+// the next features are copied while a warp adds the current ones.
+template <class C, int buffers = 1>
 struct Staged {
-  alignas(16) C rows[kWarps][kQueries + kKeys][kPitch], w[kWarps][kFeatures];
+  alignas(16) C rows[buffers][kWarps][kQueries + kKeys][kPitch], w[buffers][kWarps][kPitch];
 
-  __device__ C& sum(int warp, int row, int key) { return (&rows[warp][0][0])[row * kSumPitch + key]; }
+  __device__ C& sum(int warp, int row, int key) { return (&rows[0][warp][0][0])[row * kSumPitch + key]; }
   // Return the sum over all warps, after score_tile.
   __device__ C score(int row, int key) {
     C score = 0;
@@ -36,6 +37,12 @@ struct Staged {
     return score;
   }
 };
+
+// What score_tile stages of a score. Factored inputs are copied as they are.
+template <Score S, class C>
+constexpr bool is_factored = S == Score::tanh && sizeof(C) == 4;
+template <Score S, class C>
+using StagedScore = Staged<C, is_factored<S, C> ? 2 : 1>;
 
 // Four adjacent elements, loaded at once if they are aligned.
 template <class T>
@@ -252,13 +259,12 @@ __device__ void take_again(C (&sum)[4][4], const Again& again) {
 // float and q, k and w are factored, or X is double; `again(row, key)` returns the sum of the
 // warp's features, tanh by tanh; `small` is true if they are near 0, and not factored.
 template <Score S, class X, class C, class Again>
-__device__ void score_tile(const Rows<X>& q, const Rows<X>& k, const X* w, int width, Staged<C>& staged,
-                           const Again& again, bool small = false) {
+__device__ void score_tile(const Rows<X>& q, const Rows<X>& k, const X* w, int width,
+                           StagedScore<S, C>& staged, const Again& again, bool small = false) {
   constexpr int kSteps = (kQueries + kKeys) / 8;  // each of 8 rows, four lanes to a row
-  constexpr bool factored = S == Score::tanh && sizeof(C) == 4;
+  constexpr bool factored = is_factored<S, C>;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, quad = lane % 4 * 4;
-  const bool fours = factored || (aligned(q) && aligned(k));
-  C(*const rows)[kPitch] = staged.rows[warp], * const weights = staged.w[warp];
+  const bool fours = aligned(q) && aligned(k);
   using Step = std::conditional_t<factored, int, int64_t>;
   Step from[kSteps];  // where rows begin; past the last row, the last again
 #pragma unroll
@@ -267,19 +273,42 @@ __device__ void score_tile(const Rows<X>& q, const Rows<X>& k, const X* w, int w
     const int row = lane / 4 + 8 * n - (n < kQueries / 8 ? 0 : kQueries);
     from[n] = min(row, side.count - 1) * Step(side.stride) + quad;
   }
+  const auto source = [&](int n, int first) { return (n < kQueries / 8 ? q : k).data + first + from[n]; };
+  const auto copy = [&](int first, int turn) {
+    if constexpr (factored) {
+      if (first < width) {
+#pragma unroll
+        for (int n = 0; n < kSteps; ++n)
+          begin_copy<4>(&staged.rows[turn][warp][lane / 4 + 8 * n][quad], source(n, first));
+        if (lane <= kFeatures)  // the chunk's sum, too
+          begin_copy<1>(&staged.w[turn][warp][lane],
+                        w + (lane < kFeatures ? first + lane : width + first / kFeatures));
+      }
+      end_copies();
+    }
+  };
+  constexpr int stride = kWarps * kFeatures;
   C sum[4][4] = {};
   __syncthreads();  // the scores of the previous tile have been read
+  int turn = 0;
+  copy(warp * kFeatures, 0);
 #pragma unroll 1
-  for (int first = warp * kFeatures; first < width; first += kWarps * kFeatures) {
-    C part[4][4];
-    for (int r = 0; r < 4; ++r)
-      for (int x = 0; x < 4; ++x) part[r][x] = factored ? widen(w[width + first / kFeatures]) : C(0);
-    if constexpr (S != Score::tanh || factored) {
+  for (int first = warp * kFeatures; first < width; first += stride) {
+    C(*const rows)[kPitch] = staged.rows[turn][warp], * const weights = staged.w[turn][warp];
+    C part[4][4] = {};
+    if constexpr (factored) {
+      copy(first + stride, turn ^= 1);
+      wait_for_copies<1>();  // all but the last
+      __syncwarp();
+      for (int r = 0; r < 4; ++r)
+        for (int x = 0; x < 4; ++x) part[r][x] = weights[kFeatures];
+      if (small) score_features<S, true>(rows, weights, part);
+      else score_features<S, false>(rows, weights, part);
+      __syncwarp();  // the features have been read
+    } else if constexpr (S != Score::tanh) {
       C x[kSteps][4];
 #pragma unroll
-      for (int n = 0; n < kSteps; ++n)
-        load((n < kQueries / 8 ? q : k).data + first + from[n], fours, factored ? 4 : width - first - quad,
-             x[n]);
+      for (int n = 0; n < kSteps; ++n) load(source(n, first), fours, width - first - quad, x[n]);
       C v = 0;
       if (S != Score::dot && lane < kFeatures && first + lane < width) v = widen(w[first + lane]);
       __syncwarp();  // the previously staged features have been read
@@ -288,8 +317,7 @@ __device__ void score_tile(const Rows<X>& q, const Rows<X>& k, const X* w, int w
         for (int i = 0; i < 4; ++i) rows[lane / 4 + 8 * n][quad + i] = x[n][i];
       if (S != Score::dot && lane < kFeatures) weights[lane] = v;
       __syncwarp();
-      if (factored && small) score_features<S, true>(rows, weights, part);
-      else score_features<S, false>(rows, weights, part);
+      score_features<S, false>(rows, weights, part);
     }
     for (int r = 0; r < 4; ++r)  // sums of partial sums lose less
       for (int x = 0; x < 4; ++x) sum[r][x] += part[r][x];
@@ -304,7 +332,7 @@ __device__ void score_tile(const Rows<X>& q, const Rows<X>& k, const X* w, int w
 // Compute the scores of a tile's query rows and the keys from j0 on.
 template <Score S, class T, class C>
 __device__ void score_tile(const Problem& a, const Factored& f, const Tile& tile, int64_t j0, int keys,
-                           Staged<C>& staged) {
+                           StagedScore<S, C>& staged) {
   const int rows = up_to(kQueries, a.Tq - tile.row);
   const T *q = at<T>(a.query, tile, tile.row), *k = at<T>(a.key, tile, j0);
   const T* w = S == Score::dot ? nullptr : at<T>(a.score_vector, tile, 0);
@@ -312,7 +340,7 @@ __device__ void score_tile(const Problem& a, const Factored& f, const Tile& tile
     if (row >= rows || key >= keys) return C(0);
     return C(sum_of_tanh(q + row * a.query.row, k + key * a.key.row, w, a.A));
   };
-  if constexpr (S == Score::tanh && sizeof(C) == 4) {
+  if constexpr (is_factored<S, C>) {
     const int lane = threadIdx.x % 32;
     const float of_q = lane < rows ? *range_of(a, f.query, tile, a.Tq, tile.row + lane) : 0;
     const float of_k = lane < keys ? *range_of(a, f.key, tile, a.Tk, j0 + lane) : 0;

@@ -247,7 +247,8 @@ __global__ void __launch_bounds__(kThreads, 3) step(const Forward a, const View 
   }
   const auto sum_values = [&](int64_t first, int count, C* sums) {
     const Rows<T> columns = {value.data + first, value.stride, keys};
-    weighted_sums<kRound>(share, columns, count, none, Itself(), [&](int c, const C* sum) { sums[c] = *sum; });
+    weighted_sums<kRound>(share, columns, count, none, Itself(),
+                          [&](int c, const C* sum) { sums[c] = *sum; });
   };
   const auto weigh = [&, own = own](C(&factor)[kMostBlocks]) {
     const SoftmaxPart<C> all = join(end, factor);
@@ -390,9 +391,8 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : 3)
   if constexpr (in_parts) {
     C* part = at<C>(parts, tile, blockIdx.y);
     if (threadIdx.x == 0) *reinterpret_cast<QueryPart<C>*>(part + 2 * a.A) = {sum, mean};
-    weighted_sums<kFewRows, 2>(share[0], key, a.A, q, slope, [&](int c, const C* sums) {
-      part[c] = sums[0], part[a.A + c] = sums[1];
-    });
+    weighted_sums<kFewRows, 2>(share[0], key, a.A, q, slope,
+                               [&](int c, const C* sums) { part[c] = sums[0], part[a.A + c] = sums[1]; });
     return;
   }
   const auto sum_keys = [&](int64_t first, int count, C* sums) {
@@ -447,22 +447,18 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 4 : 6)
     narrow(total * (sums[0][lane] + sums[1][lane] + sums[2][lane] + sums[3][lane]),
            at<T>(a.grad_query, tile, 0)[c]);
   }
-  const Seen own = seen_by(a, tile, 0, keys_seen(a, tile.b));
   const C extra = a.grad_log_sum_exp.data ? *at<C>(a.grad_log_sum_exp, tile, 0) : 0;
   const C* const weights = at<C>(a.weights, tile, 0);
   C* const grad_score = at<C>(a.grad_score, tile, 0);
 #pragma unroll 4
-  for (int64_t j = own.from - own.origin + slice * kThreads + threadIdx.x; j < own.to - own.origin;
-       j += slices * kThreads)
+  for (int64_t j = slice * kThreads + threadIdx.x; j < a.W; j += slices * kThreads)
     grad_score[j] = score_gradient(weights[j], grad_score[j], mean, extra);
 }
 
 // ---- launches -----------------------------------------------------------------------------------
 
 // Return true if the kernels of a step run the call: if a grid has enough blocks for all keys.
-inline bool is_step(const Problem& a) {
-  return a.Tq == 1 && tiles(min(a.W, a.Tk), kStepKeys) <= kMostOnY;
-}
+inline bool is_step(const Problem& a) { return a.Tq == 1 && tiles(min(a.W, a.Tk), kStepKeys) <= kMostOnY; }
 
 // Return the number of blocks that divide a row's keys: enough for kStepKeys keys each, and more up
 // to the largest cluster while the blocks of all rows run at once, because a block's time is
@@ -515,8 +511,7 @@ bool launch_step_backward(const Backward& a, const Launch& launch) {
   if (!is_step(a) || a.grad_score_given || !a.grad_query.data || others) return false;
   const auto kernel = [&](auto parts) {
     constexpr bool in_parts = decltype(parts)::value;
-    return by_score(a.score,
-                    [](auto known) { return step_backward<T, decltype(known)::score, in_parts>; });
+    return by_score(a.score, [](auto known) { return step_backward<T, decltype(known)::score, in_parts>; });
   };
   const auto whole = kernel(std::false_type{});
   const int64_t blocks = step_blocks(a, launch, whole);

@@ -77,6 +77,35 @@ __device__ inline void multiply_add(float (&d)[4], const float (&a)[4], const fl
 #endif
 }
 
+// Begin to copy n adjacent floats, aligned to n, to shared memory. A thread's copies up to end_copies
+// are a group; wait_for_copies waits for its groups but the last n.
+template <int n>
+__device__ inline void begin_copy(float* to, const float* from) {
+#if !defined(__CUDACC__)
+  begin_copy_on_host(to, from, n);
+#elif !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+  const unsigned place = __cvta_generic_to_shared(to);
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(place), "l"(from), "n"(4 * n) : "memory");
+#else
+  for (int i = 0; i < n; ++i) to[i] = from[i];
+#endif
+}
+__device__ inline void end_copies() {
+#if !defined(__CUDACC__)
+  end_copies_on_host();
+#elif !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+template <int n>
+__device__ inline void wait_for_copies() {
+#if !defined(__CUDACC__)
+  wait_for_copies_on_host(n);
+#elif !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.wait_group %0;" ::"n"(n) : "memory");
+#endif
+}
+
 struct Add {
   static constexpr float none = 0;  // the neutral element
   template <class C>

@@ -80,12 +80,21 @@ inline float __fdividef(float a, float b) { return a / b; }
 // What puts fibers in turn is none of ThreadSanitizer's business.
 #define SHIM __attribute__((no_sanitize("thread"), noinline)) inline
 
+// An asynchronous copy to shared memory. Until it is waited for, its place holds something else: a
+// number, because sums that are NaN are computed again.
+struct Copy {
+  float* to;
+  const float* from;  // null at the end of a group
+  int count;
+  void begin() const { std::fill_n(to, count, 1e9f); }
+};
 struct Fiber {
   ucontext_t context;
   char* stack;
   void* tsan;
   bool runs;
   unsigned turn;  // of its votes
+  std::vector<Copy> copies;
 };
 constexpr unsigned kMostThreads = 512;
 inline thread_local Fiber fibers[kMostThreads + 1];  // the last is the one that launches
@@ -224,6 +233,22 @@ inline void multiply_add_on_host(float (&d)[4], const float (&a)[4], const float
     if (fabs(double{d[i]}) > fabs(sum)) d[i] = nextafterf(d[i], 0);
   }
   __syncwarp();
+}
+
+inline void begin_copy_on_host(float* to, const float* from, int count) {
+  fibers[running].copies.push_back({to, from, count});
+  fibers[running].copies.back().begin();
+}
+inline void end_copies_on_host() { fibers[running].copies.push_back({}); }
+inline void wait_for_copies_on_host(int but) {
+  std::vector<Copy>& copies = fibers[running].copies;
+  int groups = std::ranges::count(copies, nullptr, &Copy::from);
+  auto x = copies.begin();
+  for (; groups > but; ++x)
+    if (x->from) std::copy_n(x->from, x->count, x->to);
+    else --groups;
+  copies.erase(copies.begin(), x);
+  for (const Copy& rest : copies) rest.begin();
 }
 
 inline int __ffs(int x) { return __builtin_ffs(x); }
