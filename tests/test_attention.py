@@ -123,14 +123,19 @@ def test_inputs_near_zero(case, backend):
             judge_step(one, backend)
 
 
-def test_blocks_near_zero_beside_others(backend):
-    """Every block of keys takes its own path with the same queries."""
+@pytest.mark.parametrize("by", ["keys", "features"])
+def test_blocks_near_zero_beside_others(by, backend):
+    """Every block of keys takes its own path with the same queries; one feature can decide."""
     size = (1, 5, 17, 8, 8) if backend == "triton" else (1, 5, 300, 16, 8)
     case = Case("tanh", *size, scale=0.05)
-    apart = torch.arange(case.Tk).div(64 if case.Tk > 64 else 4, rounding_mode="floor") % 2
+    if by == "keys":
+        width = 64 if case.Tk > 64 else 4
+        apart = torch.arange(case.Tk).div(width, rounding_mode="floor").view(-1, 1) % 2
+    else:
+        apart = torch.arange(case.A) == 6
 
     def far(how):
-        return lambda key, **rest: how(key=key * (1 + 30 * apart.view(-1, 1).to(key)), **rest)
+        return lambda key, **rest: how(key=key * (1 + 30 * apart.to(key)), **rest)
 
     args = inputs(case, DEVICE[backend])
     got = results(case, args, far(lambda **a: everything(a, backend=backend)))

@@ -128,7 +128,8 @@ def test_what_is_near_zero_everywhere(host, monkeypatch):
     for dtype in (torch.float32, torch.float64):
         for rows in (1, 2, 20):
             test_attention.test_tanh_near_zero(dtype, rows, host)
-    test_attention.test_blocks_near_zero_beside_others(host)
+    for by in ("keys", "features"):
+        test_attention.test_blocks_near_zero_beside_others(by, host)
     for case in test_coverage.NEAR_ZERO[::2]:
         test_coverage.check(case, host)
     for case in test_memory.NEAR_ZERO[1::2]:

@@ -27,9 +27,9 @@ struct Softmax {
 };
 
 // Update the softmax with the scores of the keys from j0 on; the scores are kept if `stored`.
-template <class T, class Staged, class C>
+template <class T, class C, int buffers>
 __device__ void update_softmax(const Forward& a, const Tile& tile, int64_t j0, int rows, int64_t n,
-                               bool stored, Staged& staged, Softmax<C>& softmax) {
+                               bool stored, Staged<C, buffers>& staged, Softmax<C>& softmax) {
   const int lane = threadIdx.x % 32;
 #pragma unroll 1
   for (int r = threadIdx.x / 32; r < kQueries; r += kWarps) {
@@ -145,9 +145,11 @@ __device__ void join_blocks(const Forward& a, const Tile& tile, int rows, int co
 #pragma unroll
   for (int first = 0; first < kQueries; first += kExchanged) {
     if (first >= rows) break;
-    for (int r = 0; r < kExchanged; ++r)
+    for (int r = 0; r < kExchanged; ++r) {
+      const C f = factor[first + r];  // with 0, nothing is added: the sum may be NaN
       for (int x = 0; x < columns; ++x)
-        exchanged[r][threadIdx.x + kThreads * x] = context[first + r][x] * factor[first + r];
+        exchanged[r][threadIdx.x + kThreads * x] = f == 0 ? C(0) : context[first + r][x] * f;
+    }
     wait_for_blocks();
     for (int r = blockIdx.y; r < min(kExchanged, rows - first); r += gridDim.y)
       for (int x = 0; x < columns; ++x) {

@@ -149,6 +149,7 @@ __device__ void factor_rows(const Problem& a, const Factored& out, int block) {
 #pragma unroll
     for (int u = 0; u < kQuads; ++u) {
       const int64_t c = first + 128 * u;
+      if (c - 4 * lane >= width) break;  // for all lanes
       float total;
       Quad<float> e, near;
       for (int i = 0; i < 4; ++i) near.x[i] = keys ? 0 : w[u][i];

@@ -391,7 +391,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : 3)
   if constexpr (in_parts) {
     C* part = at<C>(parts, tile, blockIdx.y);
     if (threadIdx.x == 0) *reinterpret_cast<QueryPart<C>*>(part + 2 * a.A) = {sum, mean};
-    weighted_sums<kFewRows, 2>(share[0], key, a.A, q, slope,
+    weighted_sums<kFewRows, 2>(&share[0][0], key, a.A, q, slope,
                                [&](int c, const C* sums) { part[c] = sums[0], part[a.A + c] = sums[1]; });
     return;
   }
@@ -447,11 +447,13 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 4 : 6)
     narrow(total * (sums[0][lane] + sums[1][lane] + sums[2][lane] + sums[3][lane]),
            at<T>(a.grad_query, tile, 0)[c]);
   }
+  const Seen own = seen_by(a, tile, 0, keys_seen(a, tile.b));
   const C extra = a.grad_log_sum_exp.data ? *at<C>(a.grad_log_sum_exp, tile, 0) : 0;
   const C* const weights = at<C>(a.weights, tile, 0);
   C* const grad_score = at<C>(a.grad_score, tile, 0);
 #pragma unroll 4
-  for (int64_t j = slice * kThreads + threadIdx.x; j < a.W; j += slices * kThreads)
+  for (int64_t j = own.from - own.origin + slice * kThreads + threadIdx.x; j < own.to - own.origin;
+       j += slices * kThreads)
     grad_score[j] = score_gradient(weights[j], grad_score[j], mean, extra);
 }
 

@@ -81,6 +81,7 @@ __device__ inline void multiply_add(float (&d)[4], const float (&a)[4], const fl
 // are a group; wait_for_copies waits for its groups but the last n.
 template <int n>
 __device__ inline void begin_copy(float* to, const float* from) {
+  static_assert(n == 1 || n == 2 || n == 4);
 #if !defined(__CUDACC__)
   begin_copy_on_host(to, from, n);
 #elif !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800

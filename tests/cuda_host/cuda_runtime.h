@@ -236,6 +236,8 @@ inline void multiply_add_on_host(float (&d)[4], const float (&a)[4], const float
 }
 
 inline void begin_copy_on_host(float* to, const float* from, int count) {
+  if (reinterpret_cast<uintptr_t>(to) % (4 * count) || reinterpret_cast<uintptr_t>(from) % (4 * count))
+    abort();  // not aligned
   fibers[running].copies.push_back({to, from, count});
   fibers[running].copies.back().begin();
 }
@@ -335,6 +337,8 @@ struct LaunchOnHost {
           if (threadIdx.x == 0) blockIdx = {x, y}, gridDim = grid;
           __syncthreads();
           kernel(args...);
+          if (std::ranges::any_of(fibers[running].copies, [](const Copy& x) { return x.from; }))
+            abort();  // nobody waits for it
           __syncthreads();
           if (threadIdx.x == 0) leave();
         }
