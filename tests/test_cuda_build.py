@@ -221,13 +221,10 @@ ROUNDS = {
     "products<float, 0, true>": {30: 1},
     "factor<float>": {20: 1},
     **{f"step<float, {score}>": {64: 2} for score in range(len(SCORES))},
-    **{
-        f"step_backward<float, {score}, false>": {40: 1, 32: rounds}
-        for score, rounds in enumerate((1, 3, 2, 2))
-    },
+    **{f"step_backward<float, {score}, false>": {40: 1, 32: 1} for score in range(len(SCORES))},
     **{
         f"step_backward<float, {score}, true>": {32: rounds}
-        for score, rounds in enumerate((1, 2, 2, 1))
+        for score, rounds in enumerate((2, 2, 1, 1))
     },
     "combine<float>": {32: 1},
     "combine_backward<float>": {12: 1},

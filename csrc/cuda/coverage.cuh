@@ -552,8 +552,10 @@ void launch_backward(const CoverageBackward& a, const Launch& launch) {
     const bool alone = scans_alone(a, scan, launch);
     if (!alone) launch_products(rows, Factored{}, launch, products<T, Score::dot, true>);
     launch_scan<T, BackwardScan<T>>(a, scan, alone, launch);
-    if (a.filters_count) launch_grad_value<T>(rows, {}, launch);
-    else launch_grad_inputs<T>(rows, launch);
+    if (a.filters_count) return launch_grad_value<T>(rows, {}, launch);
+    Backward inputs = rows;
+    inputs.grad_score_given = true;
+    if (!launch_step_backward<T>(inputs, launch)) launch_grad_inputs<T>(inputs, launch);
   });
 }
 

@@ -32,7 +32,7 @@ __device__ inline PartKeys keys_of_part(const Seen& all, int part, int count, in
 }
 
 struct StepKeys {
-  Seen own;      // all that the row sees
+  Seen row;      // all that the row sees
   int64_t from;  // first key of this block
   int count;
 };
@@ -334,20 +334,15 @@ __device__ C score_gradient(C p, C x, C mean, C extra) {
   return p == 0 ? C(0) : p * (x - mean + extra);
 }
 
-// Compute the gradients of scores and query, all that a step over a prepared memory needs. The blocks
-// of a row are a cluster or a single block, or, `in_parts`, store centred, slopes and QueryPart for
-// combine_backward, and x as the scores' gradients.
-template <class T, Score S, bool in_parts>
-__global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : 3)
-    step_backward(const Backward a, const View parts) {
-  using C = typename Accumulate<T>::type;
-  __shared__ C share[1 + in_parts][kStepKeys];  // x, then the sums' shares
+// Compute the gradients of a block's scores, and their shares in its sums. In parts, store x instead, and
+// return the sums of QueryPart.
+template <bool in_parts, class T, class C>
+__device__ QueryPart<C> differentiate_scores(const Backward& a, const Tile& tile, const StepKeys& keys,
+                                             C (&share)[1 + in_parts][kStepKeys]) {
   __shared__ C product;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const Tile tile = locate(a, 1, 1);
-  const auto [own, from, keys] = keys_of_block(a, tile);
-  const int64_t column = from - own.origin;  // of the first key
-  const Rows<T> value = {at<T>(a.value, tile, from), a.value.row, keys};
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, count = keys.count;
+  const int64_t column = keys.from - keys.row.origin;  // of the first key
+  const Rows<T> value = {at<T>(a.value, tile, keys.from), a.value.row, count};
   score_keys<Score::dot, C>(
       at<T>(a.grad_context, tile, 0), static_cast<const T*>(nullptr), value, a.Dv, [&](int j, C x) {
         share[0][j] = a.grad_weights.data ? x + at<C>(a.grad_weights, tile, 0)[column + j] : x;
@@ -356,8 +351,8 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : 3)
   C p[2], x[2], sum = 0;
   for (int half = 0; half < 2; ++half) {
     const int j = lane + 32 * half;
-    p[half] = j < keys ? at<C>(a.weights, tile, 0)[column + j] : 0;
-    x[half] = j < keys ? share[0][j] : 0;
+    p[half] = j < count ? at<C>(a.weights, tile, 0)[column + j] : 0;
+    x[half] = j < count ? share[0][j] : 0;
     if (p[half] != 0) sum += p[half] * x[half];
   }
   sum = of_warp<Add>(sum);
@@ -374,23 +369,46 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : 3)
       if (block < gridDim.y) mean += *of_another(&product, block);
   }
   const C extra = a.grad_log_sum_exp.data ? *at<C>(a.grad_log_sum_exp, tile, 0) : 0;
-  C* grad_score = at<C>(a.grad_score, tile, 0);
+  C* const grad_score = at<C>(a.grad_score, tile, 0);
   if (const int j = lane + 32 * warp; warp < 2) {
     const C weight = warp ? p[1] : p[0], of_weight = warp ? x[1] : x[0];
     share[0][j] = score_gradient(weight, of_weight, mean, extra);
     if constexpr (in_parts) share[1][j] = weight;
-    if (j < keys) grad_score[column + j] = in_parts ? of_weight : share[0][j];
+    if (j < count) grad_score[column + j] = in_parts ? of_weight : share[0][j];
   }
   for (int64_t c = threadIdx.x + blockIdx.y * kThreads; c < a.W; c += kThreads * gridDim.y)
-    if (c + own.origin < own.from || c + own.origin >= own.to) grad_score[c] = 0;
+    if (c + keys.row.origin < keys.row.from || c + keys.row.origin >= keys.row.to) grad_score[c] = 0;
+  return {sum, mean};
+}
+
+// Compute the gradients of scores, unless they are given, and query: all that a step over a prepared
+// memory needs. The blocks of a row are a cluster or a single block, or, `in_parts`, store centred,
+// slopes and QueryPart for combine_backward.
+template <class T, Score S, bool in_parts>
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : 3)
+    step_backward(const Backward a, const View parts) {
+  using C = typename Accumulate<T>::type;
+  __shared__ C share[1 + in_parts][kStepKeys];  // of the keys in the sums
+  const Tile tile = locate(a, 1, 1);
+  const StepKeys keys = keys_of_block(a, tile);
+  QueryPart<C> end = {};
+  if (a.grad_score_given) {
+    const C* const given = at<C>(a.grad_score, tile, 0) + keys.from - keys.row.origin;
+    if (const int j = threadIdx.x; j < kStepKeys) {
+      share[0][j] = j < keys.count ? given[j] : 0;
+      if constexpr (in_parts) share[1][j] = 0;
+    }
+  } else {
+    end = differentiate_scores<in_parts, T>(a, tile, keys, share);
+  }
   __syncthreads();
 
   const T *q = at<T>(a.query, tile, 0), *w = S == Score::dot ? nullptr : at<T>(a.score_vector, tile, 0);
-  const Rows<T> key = {at<T>(a.key, tile, from), a.key.row, keys};
+  const Rows<T> key = {at<T>(a.key, tile, keys.from), a.key.row, keys.count};
   const auto slope = [](C k, C q) { return feature_slope<S>(q, k); };
   if constexpr (in_parts) {
     C* part = at<C>(parts, tile, blockIdx.y);
-    if (threadIdx.x == 0) *reinterpret_cast<QueryPart<C>*>(part + 2 * a.A) = {sum, mean};
+    if (threadIdx.x == 0) *reinterpret_cast<QueryPart<C>*>(part + 2 * a.A) = end;
     weighted_sums<kFewRows, 2>(&share[0][0], key, a.A, q, slope,
                                [&](int c, const C* sums) { part[c] = sums[0], part[a.A + c] = sums[1]; });
     return;
@@ -447,6 +465,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 4 : 6)
     narrow(total * (sums[0][lane] + sums[1][lane] + sums[2][lane] + sums[3][lane]),
            at<T>(a.grad_query, tile, 0)[c]);
   }
+  if (a.grad_score_given) return;
   const Seen own = seen_by(a, tile, 0, keys_seen(a, tile.b));
   const C extra = a.grad_log_sum_exp.data ? *at<C>(a.grad_log_sum_exp, tile, 0) : 0;
   const C* const weights = at<C>(a.weights, tile, 0);
@@ -506,11 +525,12 @@ void launch_step(const Forward& a, const Launch& launch, const View& added) {
   launch_combine<T>(a, launch, added, parts, blocks);
 }
 
-// Run the backward of a step if only the gradients of scores and query are needed; return true if so.
+// Run the backward of a step if no other gradients than those of scores and query are needed; return
+// true if so.
 template <class T, class Launch>
 bool launch_step_backward(const Backward& a, const Launch& launch) {
   const bool others = a.grad_key.data || a.grad_value.data || a.grad_score_vector.data;
-  if (!is_step(a) || a.grad_score_given || !a.grad_query.data || others) return false;
+  if (!is_step(a) || !a.grad_query.data || others) return false;
   const auto kernel = [&](auto parts) {
     constexpr bool in_parts = decltype(parts)::value;
     return by_score(a.score, [](auto known) { return step_backward<T, decltype(known)::score, in_parts>; });
