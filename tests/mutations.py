@@ -2278,10 +2278,10 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
     ("csrc/cuda/attention.cuh", CUDA.format("parts")): {
         "put_part": [("if (a.statistics.data) end->row = softmax.described[r];", "")],
         "join_blocks": [
-            ("of(block)->mass[r] * exp(of(block)->highest[r] - shift)", "of(block)->mass[r]"),
+            ("* exp(softmax_of(block)->highest[r] - shift)", ""),
             ("exp(softmax.highest[r] - shift) * share_of(highest, total)",
              "share_of(highest, total)"),
-            ("of(block)->described[r]};", "softmax.described[r]};"),
+            ("softmax_of(block)->described[r]};", "softmax.described[r]};"),
             ("warp + kWarps * blockIdx.y; r < rows;", "warp; r < rows;"),
             ("tile.row + first + r)[c]", "tile.row + r)[c]"),
         ],
@@ -2310,11 +2310,11 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
              "load(row + c + 128 * u, false, width - c, x[u])"),
         ],
     },
-    ("csrc/cuda/step.cuh", CUDA.format("owes or keys_blocks_divide")): {
+    ("csrc/cuda/step.cuh", CUDA.format("owes or divided_among_blocks")): {
         "weighted_sums": [("sum[n][m] += p == 0 ? C(0) : p * more;", "sum[n][m] += p * more;")],
         "score_gradient": [("p == 0 ? C(0) : p * (x - mean + extra)", "p * (x - mean + extra)")],
     },
-    ("csrc/cuda/step.cuh", CUDA.format("parts or step or frozen or keys_blocks_divide")): {
+    ("csrc/cuda/step.cuh", CUDA.format("parts or step or frozen or divided_among_blocks")): {
         "__launch_bounds__": [
             ("if (mass[x] == 0) top[x] = -INFINITY;", ""),
             ("for (C& x : factor) x *= all.share();", ""),

@@ -236,11 +236,11 @@ ROUNDS = {
 
 
 def test_features_are_copied_while_others_are_added(folder):
-    """A warp waits for the copies before its last ones only."""
+    """A warp waits for all its copies but the last group."""
     found = code(folder, "90") or pytest.skip("not built for sm_90")
     for name in ("forward<float, 1, 4>", "products<float, 1, false>"):
-        copies = [[x.code for x in loop] for loop in scheduled_loops(found[name])]
-        codes = next(loop for loop in copies if "LDGDEPBAR" in loop)
+        loops = [[x.code for x in loop] for loop in scheduled_loops(found[name])]
+        codes = next(loop for loop in loops if "LDGDEPBAR" in loop)
         assert sum(x.startswith("LDGSTS") for x in codes) == 7
         assert codes.index("LDGDEPBAR") < codes.index("DEPBAR.LE") < codes.index("MUFU.RCP")
 

@@ -150,7 +150,7 @@ def blocks(request, library):
 def test_a_step_on_frozen_keys(case, host, blocks, library):
     library.take_launches()
     test_attention.judge_step(case, host)
-    parts = -(-case.Tk // 64)  # a launch each, or a second to join parts, and one for many parts
+    parts = -(-case.Tk // 64)  # launches: 1 + 1; 2 + 2 to join parts; 3 + 2 for more than 64
     assert library.take_launches() == (2 if parts <= blocks else 4 if parts <= 64 else 5)
 
 
@@ -173,7 +173,7 @@ CUT = [case for case in SMALL if case.Tq > 1 and case.Tk > 32]
 @pytest.mark.parametrize("together", [1, 8])
 @pytest.mark.parametrize("case", [*CUT[::6], *WIDE], ids=test_attention.name)
 def test_keys_in_parts(case, together, host, places, library, monkeypatch):
-    """Which the blocks of a cluster join, or a launch of its own."""
+    """The blocks of a cluster join the parts, or a launch does."""
     library.set_most_together(together)
     test_attention.judge(case, host)
     if case in test_statistics.TABLE:
@@ -452,7 +452,7 @@ def test_recurrent_decoder_whose_steps_are_in_parts(case, host, library):
     library.set_most_together(8)
 
 
-def test_steps_whose_keys_blocks_divide(host, blocks):
+def test_step_keys_divided_among_blocks(host, blocks):
     test_memory.test_log_sum_exp_of_steps(70, host)
     for score in ("tanh", "dot"):
         test_memory.test_what_no_step_may_see_changes_nothing(score, torch.float32)

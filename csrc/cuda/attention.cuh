@@ -5,8 +5,8 @@
 // A block takes a tile of query rows and iterates over the keys with a running softmax: scores are
 // stored only if weights are requested. Keys that a row may not see are excluded by selection,
 // never by multiplying by 0, because they may be NaN. If there are too few tiles to fill the GPU, a
-// tile's keys are split into parts of one block each, along grid.y. If these are a cluster, they join
-// their parts, else step.cuh's combine does.
+// tile's keys are split into parts of one block each, along grid.y. If these blocks are a
+// cluster, they join the parts; else step.cuh's combine does.
 #pragma once
 #include "score.cuh"
 #include "step.cuh"
@@ -112,7 +112,7 @@ __device__ void put_part(const Forward& a, const Tile& tile, int rows, int colum
 
 constexpr int kExchanged = 8;  // rows whose contexts blocks exchange at a time
 
-// Join the parts of a tile's rows by the blocks of a cluster, and store context, weights and statistics.
+// Join a tile's parts within a cluster, and store context, weights and statistics.
 template <class T, class C, int columns>
 __device__ void join_blocks(const Forward& a, const Tile& tile, int rows, int column, int64_t n,
                             const Softmax<C>& softmax, const C (&context)[kQueries][columns],
@@ -121,17 +121,19 @@ __device__ void join_blocks(const Forward& a, const Tile& tile, int rows, int co
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   wait_for_blocks();  // all scores are stored
   if (const int r = threadIdx.x; r < kQueries) {
-    const auto of = [&](unsigned block) { return of_another(&softmax, block); };
+    const auto softmax_of = [&](unsigned block) { return of_another(&softmax, block); };
     C highest = -INFINITY, total = 0;
-    for (unsigned block = 0; block < gridDim.y; ++block) highest = fmax(highest, of(block)->highest[r]);
+    for (unsigned block = 0; block < gridDim.y; ++block)
+      highest = fmax(highest, softmax_of(block)->highest[r]);
     const C shift = highest == -INFINITY ? 0 : highest;
     for (unsigned block = 0; block < gridDim.y; ++block)
-      total += of(block)->mass[r] * exp(of(block)->highest[r] - shift);
+      total += softmax_of(block)->mass[r] * exp(softmax_of(block)->highest[r] - shift);
     top[r] = highest, mass[r] = total;
     factor[r] = exp(softmax.highest[r] - shift) * share_of(highest, total);
     if (a.statistics.data && column < kThreads && blockIdx.y == 0 && r < rows) {
       const auto part = [&](unsigned block) {
-        return SoftmaxPart<C>{of(block)->highest[r], of(block)->mass[r], of(block)->described[r]};
+        return SoftmaxPart<C>{softmax_of(block)->highest[r], softmax_of(block)->mass[r],
+                              softmax_of(block)->described[r]};
       };
       put_statistics(a, tile, tile.row + r, highest, total, described<C>(gridDim.y, part));
     }
@@ -146,7 +148,7 @@ __device__ void join_blocks(const Forward& a, const Tile& tile, int rows, int co
   for (int first = 0; first < kQueries; first += kExchanged) {
     if (first >= rows) break;
     for (int r = 0; r < kExchanged; ++r) {
-      const C f = factor[first + r];  // with 0, nothing is added: the sum may be NaN
+      const C f = factor[first + r];  // if 0, nothing is added: context may be NaN
       for (int x = 0; x < columns; ++x)
         exchanged[r][threadIdx.x + kThreads * x] = f == 0 ? C(0) : context[first + r][x] * f;
     }
@@ -165,7 +167,7 @@ __device__ void join_blocks(const Forward& a, const Tile& tile, int rows, int co
   }
 }
 
-// Without `parts`, the blocks along grid.y are a cluster or a single block.
+// Compute a slice of a tile's context; grid.y is a cluster unless `parts`.
 template <class T, Score S, int columns>
 __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2
                                             : columns == 1 ? 4
@@ -175,9 +177,9 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2
   __shared__ union {
     StagedScore<S, C> staged;
     C exchanged[kExchanged][kThreads * columns];
-  } room;
+  } buffer;
   __shared__ Softmax<C> softmax;
-  auto& staged = room.staged;
+  auto& staged = buffer.staged;
   const Tile tile = locate(a, a.Tq, kQueries, blockIdx.x / slices);
   const int rows = up_to(kQueries, a.Tq - tile.row);
   const int64_t n = keys_seen(a, tile.b);
@@ -203,7 +205,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2
 
   __syncthreads();  // and other lanes read the scores than wrote them
   if (parts.data) return put_part(a, tile, rows, column, softmax, context, parts);
-  if (gridDim.y > 1) return join_blocks<T>(a, tile, rows, column, n, softmax, context, room.exchanged);
+  if (gridDim.y > 1) return join_blocks<T>(a, tile, rows, column, n, softmax, context, buffer.exchanged);
   if (first)
     for (int r = threadIdx.x / 32; r < rows; r += kWarps) {
       const int64_t i = tile.row + r;

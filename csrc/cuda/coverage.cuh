@@ -358,7 +358,7 @@ __device__ void sum_values(const CoverageForward& a, const Scan<T, CoverageForwa
       __syncthreads();
       const Rows<T> values = {at<T>(a.value, s.tile, j) + first, a.value.row, up_to(kStepKeys, s.seen - j)};
       weighted_sums<kFewRows>(
-          share, values, count, static_cast<const T*>(nullptr), Itself(),
+          share, values, count, static_cast<const T*>(nullptr), Identity(),
           [&](int c, const C* sum) { sums[c] = (j == s.from ? C(0) : sums[c]) + *sum; });
     } while ((j += kStepKeys) < s.seen);
   };

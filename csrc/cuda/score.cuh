@@ -23,8 +23,8 @@ constexpr int kFeatures = 16;             // that a warp stages at a time
 constexpr int kPitch = kFeatures + 4;     // lanes that read 16 bytes of their rows access all banks
 constexpr int kSumPitch = kKeys + 8;      // and lanes that write their sums
 
-// For each warp its features, of the queries and then of the keys; finally its sums. With two buffers
-// the next features are copied while a warp adds the current ones.
+// Each warp's features of queries, then of keys, finally its sums; and its weights. With two buffers a
+// warp's next features are copied while it adds the current ones.
 template <class C, int buffers = 1>
 struct Staged {
   alignas(16) C rows[buffers][kWarps][kQueries + kKeys][kPitch], w[buffers][kWarps][kPitch];
@@ -38,7 +38,7 @@ struct Staged {
   }
 };
 
-// What score_tile stages of a score. Factored inputs are copied as they are.
+// Factored inputs of score_tile are copied as they are, into two buffers.
 template <Score S, class C>
 constexpr bool is_factored = S == Score::tanh && sizeof(C) == 4;
 template <Score S, class C>
@@ -111,7 +111,7 @@ __device__ inline void divide_by_second(float (&w)[4], float& total) {
 
 constexpr int kQuads = 4;  // of a row, loaded together by a lane: 512 features by its warp
 
-// Load quads of a row from feature c on, 128 features apart; zeros past its `width` features.
+// Load kQuads quads of a row, 128 features apart, from feature c on; zeros from `width` on.
 template <class T>
 __device__ void load_quads(const T* row, bool fours, int64_t c, int64_t width, float (&x)[kQuads][4]) {
   if (fours) {  // no load waits for a branch
@@ -126,7 +126,7 @@ __device__ void load_quads(const T* row, bool fours, int64_t c, int64_t width, f
   }
 }
 
-// Factor the rows of queries, or of keys, that a block takes, each warp one.
+// Factor a block's rows of queries, or of keys; a warp takes one.
 template <class T, bool keys>
 __device__ void factor_rows(const Problem& a, const Factored& out, int block) {
   const View &from = keys ? a.key : a.query, &to = keys ? out.key : out.query;
@@ -149,7 +149,7 @@ __device__ void factor_rows(const Problem& a, const Factored& out, int block) {
 #pragma unroll
     for (int u = 0; u < kQuads; ++u) {
       const int64_t c = first + 128 * u;
-      if (c - 4 * lane >= width) break;  // for all lanes
+      if (c - 4 * lane >= width) break;  // warp-uniform
       float total;
       Quad<float> e, near;
       for (int i = 0; i < 4; ++i) near.x[i] = keys ? 0 : w[u][i];
@@ -285,7 +285,7 @@ __device__ void score_tile(const Rows<X>& q, const Rows<X>& k, const X* w, int w
           begin_copy<1>(&staged.w[turn][warp][lane],
                         w + (lane < kFeatures ? first + lane : width + first / kFeatures));
       }
-      end_copies();
+      commit_copies();
     }
   };
   constexpr int stride = kWarps * kFeatures;
@@ -299,7 +299,7 @@ __device__ void score_tile(const Rows<X>& q, const Rows<X>& k, const X* w, int w
     C part[4][4] = {};
     if constexpr (factored) {
       copy(first + stride, turn ^= 1);
-      wait_for_copies<1>();  // all but the last
+      wait_for_copies<1>();  // the current ones
       __syncwarp();
       for (int r = 0; r < 4; ++r)
         for (int x = 0; x < 4; ++x) part[r][x] = weights[kFeatures];

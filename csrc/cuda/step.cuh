@@ -14,7 +14,7 @@ constexpr int kRound = kWarps * kAtOnce;  // keys that the warps of a block take
 constexpr int kJoined = 64;               // parts of a row that a block joins
 constexpr int kFewRows = 8;               // loaded together where registers do not suffice for kRound
 // The most columns that a thread sums together. In the forward of whole targets a wider context takes
-// more blocks, on grid.y, which recompute the scores.
+// more blocks, on grid.x, which recompute the scores.
 template <class C>
 constexpr int kColumns = sizeof(C) == 4 ? 4 : 2;
 
@@ -51,7 +51,7 @@ __device__ C feature_score(C q, C k, C w) {
   else if constexpr (S == Score::tanh) return w * tanh(q + k);
   else return w * activation<S, C>(q + k);
 }
-// Return its derivative with respect to q, without the factor w.
+// Return feature_score's derivative by q, without the factor w.
 template <Score S, class C>
 __device__ C feature_slope(C q, C k) {
   if constexpr (S == Score::dot) {
@@ -105,8 +105,8 @@ __device__ void score_keys(const T* q, const T* w, const Rows<T>& keys, int64_t 
 
 // Call put(c, sum) for the columns c < width, with the sum of share_j term(x_jc, own_c) over the rows
 // x_j; own may be null. A thread loads kColumns columns of N rows together. Terms whose share is 0
-// are skipped, because a hidden x_j may be NaN. Shares up to a multiple of N are 0. With `sums` sums
-// of the same terms, `sum` points to them, and the shares in the next one follow after kStepKeys.
+// are skipped, because a hidden x_j may be NaN. Shares up to a multiple of N are 0. `sum` points
+// to `sums` sums of the same terms; those of sum m have the shares from share + m kStepKeys on.
 template <int N, int sums = 1, class C, class T, class Term, class Put>
 __device__ void weighted_sums(const C* share, const Rows<T>& x, int width, const T* own, const Term& term,
                               const Put& put) {
@@ -143,7 +143,7 @@ __device__ void weighted_sums(const C* share, const Rows<T>& x, int width, const
       if (exists(n)) put(first + kThreads * n, sum[n]);
   }
 }
-struct Itself {
+struct Identity {
   template <class C>
   __device__ C operator()(C x, C) const {
     return x;
@@ -242,12 +242,13 @@ __global__ void __launch_bounds__(kThreads, 3) step(const Forward a, const View 
   if (parts.data) {
     C* part = at<C>(parts, tile, blockIdx.y);
     if (threadIdx.x == 0) *reinterpret_cast<SoftmaxPart<C>*>(part + a.Dv) = of_block;
-    weighted_sums<kRound>(share, value, a.Dv, none, Itself(), [&](int c, const C* sum) { part[c] = *sum; });
+    weighted_sums<kRound>(share, value, a.Dv, none, Identity(),
+                          [&](int c, const C* sum) { part[c] = *sum; });
     return;
   }
   const auto sum_values = [&](int64_t first, int count, C* sums) {
     const Rows<T> columns = {value.data + first, value.stride, keys};
-    weighted_sums<kRound>(share, columns, count, none, Itself(),
+    weighted_sums<kRound>(share, columns, count, none, Identity(),
                           [&](int c, const C* sum) { sums[c] = *sum; });
   };
   const auto weigh = [&, own = own](C(&factor)[kMostBlocks]) {
@@ -299,7 +300,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 4 : 6)
   C* const out = joined.data ? at<C>(joined, tile, tile.row * gridDim.y + blockIdx.y) : nullptr;
   const Rows<C> rows = {columns, parts.row, mine};
   const C* const none = nullptr;
-  weighted_sums<kFewRows>(share, rows, a.Dv, none, Itself(), [&](int c, const C* sum) {
+  weighted_sums<kFewRows>(share, rows, a.Dv, none, Identity(), [&](int c, const C* sum) {
     if (out) out[c] = *sum;
     else put_context<T>(a, added, tile, c, *sum * all.share());
   });
@@ -319,8 +320,8 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 4 : 6)
 // A row's weights P_j and their gradients x_j = grad_context . v_j + grad_weights_j give
 //   grad_score_j = P_j (x_j - sum_j P_j x_j + grad_log_sum_exp),
 //   grad_query = scale w sum_j grad_score_j s_j,
-// where s_j is feature_slope. A part of the keys has sums from which the mean of all is subtracted
-// afterwards: with the mean m of its own,
+// where s_j is feature_slope. A part subtracts the mean m of its own keys, and joining replaces it by
+// that of all, mean = sum_j P_j x_j:
 //   grad_query = scale w sum_parts (centred + (m - mean) slopes),
 //   centred = sum_j P_j (x_j - m + grad_log_sum_exp) s_j,  slopes = sum_j P_j s_j.
 template <class C>
@@ -328,14 +329,14 @@ struct QueryPart {
   C product, mean;  // sum_j P_j x_j, and m
 };
 
-// Return the gradient of a score; exactly 0 for a single key.
+// Return a score's gradient; if p is 0, x may be NaN.
 template <class C>
 __device__ C score_gradient(C p, C x, C mean, C extra) {
   return p == 0 ? C(0) : p * (x - mean + extra);
 }
 
-// Compute the gradients of a block's scores, and their shares in its sums. In parts, store x instead, and
-// return the sums of QueryPart.
+// Set share[0] to the gradients of a block's scores, and store them. `in_parts` their mean is m: store x
+// instead, and set share[1] to P.
 template <bool in_parts, class T, class C>
 __device__ QueryPart<C> differentiate_scores(const Backward& a, const Tile& tile, const StepKeys& keys,
                                              C (&share)[1 + in_parts][kStepKeys]) {
@@ -382,13 +383,13 @@ __device__ QueryPart<C> differentiate_scores(const Backward& a, const Tile& tile
 }
 
 // Compute the gradients of scores, unless they are given, and query: all that a step over a prepared
-// memory needs. The blocks of a row are a cluster or a single block, or, `in_parts`, store centred,
-// slopes and QueryPart for combine_backward.
+// memory needs. If `in_parts`, the blocks store centred, slopes and QueryPart for combine_backward; else
+// they are a cluster or one block.
 template <class T, Score S, bool in_parts>
 __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : 3)
     step_backward(const Backward a, const View parts) {
   using C = typename Accumulate<T>::type;
-  __shared__ C share[1 + in_parts][kStepKeys];  // of the keys in the sums
+  __shared__ C share[1 + in_parts][kStepKeys];  // grad_score, then P
   const Tile tile = locate(a, 1, 1);
   const StepKeys keys = keys_of_block(a, tile);
   QueryPart<C> end = {};
@@ -423,8 +424,8 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : 3)
   });
 }
 
-// Join the `count` parts of each row. A row has a block for each slice of 32 features, whose warps
-// divide the parts; the blocks also divide the gradients of the scores.
+// Join the `count` parts of each row. A block takes 32 features and its warps divide the parts; a row's
+// blocks also divide its keys and turn x into grad_score.
 template <class T>
 __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 4 : 6)
     combine_backward(const Backward a, const View parts, int count, int slices) {
@@ -478,7 +479,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 4 : 6)
 
 // ---- launches -----------------------------------------------------------------------------------
 
-// Return true if the kernels of a step run the call: if a grid has enough blocks for all keys.
+// Return true if the call has one row, whose keys need no more blocks than a grid has on y.
 inline bool is_step(const Problem& a) { return a.Tq == 1 && tiles(min(a.W, a.Tk), kStepKeys) <= kMostOnY; }
 
 // Return the number of blocks that divide a row's keys: enough for kStepKeys keys each, and more up
@@ -492,7 +493,7 @@ int64_t step_blocks(const Problem& a, const Launch& launch, Kernel kernel) {
   return tiles(keys, min(rounds * kRound, int64_t{kStepKeys}));
 }
 
-// Allocate `count` parts of every row, each with some columns and an End.
+// Allocate `count` parts of every row, each of `columns` and an End.
 template <class T, template <class> class End, class Launch>
 View room_for_parts(const Problem& a, int64_t count, int64_t columns, const Launch& launch) {
   using C = typename Accumulate<T>::type;
@@ -525,8 +526,7 @@ void launch_step(const Forward& a, const Launch& launch, const View& added) {
   launch_combine<T>(a, launch, added, parts, blocks);
 }
 
-// Run the backward of a step if no other gradients than those of scores and query are needed; return
-// true if so.
+// Run a step's backward, and return true, if only the gradients of scores and query are needed.
 template <class T, class Launch>
 bool launch_step_backward(const Backward& a, const Launch& launch) {
   const bool others = a.grad_key.data || a.grad_value.data || a.grad_score_vector.data;

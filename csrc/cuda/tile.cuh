@@ -77,8 +77,8 @@ __device__ inline void multiply_add(float (&d)[4], const float (&a)[4], const fl
 #endif
 }
 
-// Begin to copy n adjacent floats, aligned to n, to shared memory. A thread's copies up to end_copies
-// are a group; wait_for_copies waits for its groups but the last n.
+// Begin to copy n adjacent floats, aligned to 4 n bytes, to shared memory. commit_copies ends a group of
+// a thread's copies; wait_for_copies waits for all groups but the last n.
 template <int n>
 __device__ inline void begin_copy(float* to, const float* from) {
   static_assert(n == 1 || n == 2 || n == 4);
@@ -91,9 +91,9 @@ __device__ inline void begin_copy(float* to, const float* from) {
   for (int i = 0; i < n; ++i) to[i] = from[i];
 #endif
 }
-__device__ inline void end_copies() {
+__device__ inline void commit_copies() {
 #if !defined(__CUDACC__)
-  end_copies_on_host();
+  commit_copies_on_host();
 #elif !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
   asm volatile("cp.async.commit_group;" ::: "memory");
 #endif

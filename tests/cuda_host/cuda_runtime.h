@@ -80,13 +80,13 @@ inline float __fdividef(float a, float b) { return a / b; }
 // What puts fibers in turn is none of ThreadSanitizer's business.
 #define SHIM __attribute__((no_sanitize("thread"), noinline)) inline
 
-// An asynchronous copy to shared memory. Until it is waited for, its place holds something else: a
-// number, because sums that are NaN are computed again.
+// An asynchronous copy to shared memory. Until it is waited for, its target holds 1e9, not NaN:
+// sums that are NaN are computed again, and hide it.
 struct Copy {
   float* to;
   const float* from;  // null at the end of a group
   int count;
-  void begin() const { std::fill_n(to, count, 1e9f); }
+  void spoil() const { std::fill_n(to, count, 1e9f); }
 };
 struct Fiber {
   ucontext_t context;
@@ -239,18 +239,18 @@ inline void begin_copy_on_host(float* to, const float* from, int count) {
   if (reinterpret_cast<uintptr_t>(to) % (4 * count) || reinterpret_cast<uintptr_t>(from) % (4 * count))
     abort();  // not aligned
   fibers[running].copies.push_back({to, from, count});
-  fibers[running].copies.back().begin();
+  fibers[running].copies.back().spoil();
 }
-inline void end_copies_on_host() { fibers[running].copies.push_back({}); }
-inline void wait_for_copies_on_host(int but) {
+inline void commit_copies_on_host() { fibers[running].copies.push_back({}); }
+inline void wait_for_copies_on_host(int most) {
   std::vector<Copy>& copies = fibers[running].copies;
   int groups = std::ranges::count(copies, nullptr, &Copy::from);
   auto x = copies.begin();
-  for (; groups > but; ++x)
+  for (; groups > most; ++x)
     if (x->from) std::copy_n(x->from, x->count, x->to);
     else --groups;
   copies.erase(copies.begin(), x);
-  for (const Copy& rest : copies) rest.begin();
+  for (const Copy& copy : copies) copy.spoil();
 }
 
 inline int __ffs(int x) { return __builtin_ffs(x); }
