@@ -1,10 +1,11 @@
-"""Model the inner loops of the CUDA kernels from their machine code for sm_90; needs no GPU.
+"""Model the loops of the CUDA kernels from their machine code for sm_90; needs no GPU.
 
     make .venv/cuda ARCHS=9.0
     python bench/gpu_model.py > bench/results/gpu-model.md
 
-The clocks are those of ``clocks`` in tests/machine_code.py. Times assume the loops alone, on 132
-multiprocessors at 1.98 GHz (an H100 or H200).
+The clocks are those of ``clocks`` in tests/machine_code.py, in which a load takes 270. Times assume
+the loops that stage inputs and add them, and nothing else, on 132 multiprocessors at 1.98 GHz (an
+H100 or H200).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 
 from machine_code import (  # noqa: E402
+    Instruction,
     additive_loop,
     clocks,
     functions,
@@ -46,6 +48,8 @@ class Kernel(NamedTuple):
         by_keys: whether the rows are keys, and the columns queries.
         slice: the features of a block, or None if it takes all.
         most_parts: the most blocks that divide the columns of a block.
+        staged: elements of a lane that the inner loop adds between two times of staging, or None
+            where spans take branches that the model cannot leave out.
         measured: microseconds at ``SHAPES`` on an H100 at commit 6bc7e8f, or none.
     """
 
@@ -56,16 +60,24 @@ class Kernel(NamedTuple):
     by_keys: bool
     slice: int | None
     most_parts: int
+    staged: int | None
     measured: tuple[int, ...]
 
 
 KERNELS = (
-    Kernel("products<float, 1, false>", "scores", 16, 32, False, None, 1 << 30, ()),
+    Kernel("products<float, 1, false>", "scores", 16, 32, False, None, 1 << 30, 256, ()),
     Kernel(
-        "grad_rows<float, 1, false>", "gradients of queries", 32, 32, False, 64, 8, (31, 87, 141)
+        "forward<float, 1, 4>", "scores with contexts", 16, 32, False, None, 1 << 30, 256,
+        (32, 107, 71),
     ),
-    Kernel("grad_rows<float, 1, true>", "gradients of keys", 32, 32, True, 64, 8, (19, 55, 115)),
-)
+    Kernel(
+        "grad_rows<float, 1, false>", "gradients of queries", 32, 32, False, 64, 8, None,
+        (31, 87, 141),
+    ),
+    Kernel(
+        "grad_rows<float, 1, true>", "gradients of keys", 32, 32, True, 64, 8, None, (19, 55, 115)
+    ),
+)  # fmt: skip
 #: B, Tq, Tk, A.
 SHAPES = {"S1": (32, 50, 50, 512), "S2": (16, 100, 400, 256), "S3": (1, 1000, 1000, 128)}
 
@@ -75,10 +87,31 @@ HEADING = """# Model of the CUDA kernels on sm_90
 - the additive score in float32, whole targets; commit {commit}
 - instructions, and clocks of a scheduler, of the inner loop for each (query, key, feature) of a
   lane, with one warp and with as many as fit; half a special function alone takes 4 clocks
-- elements of all lanes per second, and times of the inner loops alone
-- in brackets times measured on an H100 at commit 6bc7e8f, when no clusters divided the sums of
-  gradients; at S3 they cannot be compared
+- clocks with the loop around it, which stages what it adds, if that has no branches for spans;
+  copies under way take no clocks
+- elements of all lanes per second, and times of these loops alone, with staging if it is given
+- in brackets times measured on an H100 at commit 6bc7e8f, of whole kernels: with the softmax, and
+  with contexts if there are any; no clusters divided the sums of gradients then, so at S3 they
+  cannot be compared
 """
+
+
+def with_staging(
+    found: list[list[Instruction]], inner: list[Instruction], times: int
+) -> list[Instruction]:
+    """Return the loop around an inner loop that runs `times` times, without its other loops."""
+
+    def find(loop: list[Instruction], part: list[Instruction]) -> int:  # as str.find
+        starts = range(len(loop) - len(part) + 1)
+        return next((i for i in starts if loop[i : i + len(part)] == part), -1)
+
+    loop = min((x for x in found if len(x) > len(inner) and find(x, inner) >= 0), key=len)
+    for other in sorted(found, key=len, reverse=True):
+        start = find(loop, other)
+        if start >= 0 and find(other, inner) < 0:
+            loop = loop[:start] + loop[start + len(other) :]
+    start = find(loop, inner)
+    return loop[:start] + inner * times + loop[start + len(inner) :]
 
 
 def tiles(n: int, size: int) -> int:
@@ -95,7 +128,7 @@ def parts_of_blocks(blocks: int, places: int, most: int) -> int:
 
 
 def microseconds(kernel: Kernel, shape: tuple[int, ...], resident: int, per_element) -> float:
-    """Return the time of the inner loops on the multiprocessor with the most blocks."""
+    """Return the time of the loops on the multiprocessor with the most blocks."""
     B, Tq, Tk, A = shape
     rows, columns = (Tk, Tq) if kernel.by_keys else (Tq, Tk)
     blocks = B * tiles(rows, kernel.rows) * (tiles(A, kernel.slice) if kernel.slice else 1)
@@ -128,18 +161,27 @@ def main() -> None:
         ["git", "log", "-1", "--format=%h", "--", "csrc"], cwd=ROOT, text=True, capture_output=True
     ).stdout.strip()
     print(HEADING.format(commit=commit))
-    columns = ["kernel", "registers", "instructions", "clocks, one warp", "clocks", "per second"]
+    columns = [
+        "kernel", "registers", "instructions", "clocks, one warp", "clocks", "with staging",
+        "per second",
+    ]  # fmt: skip
     print("| " + " | ".join([*columns, *(f"{name}, µs" for name in SHAPES)]) + " |")
     print("|---|" + "--:|" * (len(columns) - 1 + len(SHAPES)))
     for kernel in KERNELS:
-        elements, loop = additive_loop(scheduled_loops(code[kernel.name]))
+        found = scheduled_loops(code[kernel.name])
+        elements, loop = additive_loop(found)
         resident = REGISTERS // (tiles(used[kernel.name], 8) * 8 * LANES * WARPS)
-        per_element = {n: clocks(loop, n) / elements for n in range(1, resident + 1)}
+        whole, count = loop, elements
+        if kernel.staged:
+            whole, count = with_staging(found, loop, kernel.staged // elements), kernel.staged
+        per_element = {n: clocks(whole, n) / count for n in range(1, resident + 1)}
         rate = MULTIPROCESSORS * GIGAHERTZ * 1e9 * SCHEDULERS * LANES / per_element[resident]
         predicted = [microseconds(kernel, x, resident, per_element) for x in SHAPES.values()]
         cells = [
             f"{kernel.what}, {resident} blocks each", str(used[kernel.name]),
-            f"{len(loop) / elements:.1f}", f"{per_element[1]:.1f}", f"{per_element[resident]:.1f}",
+            f"{len(loop) / elements:.1f}", f"{clocks(loop, 1) / elements:.1f}",
+            f"{clocks(loop, resident) / elements:.1f}",
+            f"{per_element[resident]:.1f}" if kernel.staged else "",
             f"{rate:.1e}",
             *(f"{x:.0f}" + (f" ({kernel.measured[i]})" if kernel.measured else "")
               for i, x in enumerate(predicted)),
