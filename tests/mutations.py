@@ -2314,7 +2314,7 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         "weighted_sums": [("sum[n][m] += p == 0 ? C(0) : p * more;", "sum[n][m] += p * more;")],
         "score_gradient": [("p == 0 ? C(0) : p * (x - mean + extra)", "p * (x - mean + extra)")],
     },
-    ("csrc/cuda/step.cuh", CUDA.format("parts or step or frozen or divided_among_blocks")): {
+    ("csrc/cuda/step.cuh", CUDA.format("parts or step or frozen or divide")): {
         "__launch_bounds__": [
             ("if (mass[x] == 0) top[x] = -INFINITY;", ""),
             ("for (C& x : factor) x *= all.share();", ""),

@@ -420,6 +420,13 @@ def test_coverage_in_steps(case, host):
     test_coverage.check(case, host, test_coverage.in_steps)
 
 
+@pytest.mark.parametrize("score", ["tanh", "dot"])
+def test_coverage_in_steps_whose_keys_blocks_divide(score, host, blocks):
+    """A step leaves the gradients of its scores as they are, for those of the keys."""
+    case = test_coverage.History(score, 2, 3, 130, 8, 5, terms=("penalty", "lengths"))
+    test_coverage.check(case, host, test_coverage.in_steps)
+
+
 def test_coverage_fuzz(host):
     for case in [case for case in test_coverage.fuzz(0, 40) if case.Tq * case.B <= 8]:
         test_coverage.check(case, host)
