@@ -2301,7 +2301,6 @@ FAULTS: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {
         ],
         "factor_rows": [
             ("near.x[i] = keys ? 0 : w[u][i];", "near.x[i] = 0;"),
-            ("if (lane % 4 == 0) weights", "if (lane == 0) weights"),
         ],
         "load_quads": [
             ("v = c + 128 * u < width ? v : 0;", "v = v;"),
